@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PORTS = ROOT / "examples" / "ports"
-MOST_LINES = {"diffusion": 9, "nano_gpt": 12}
+MOST_LINES = {"diffusion": 9, "imagenet": 12, "nano_gpt": 13, "word_language_model": 11}
 MOST_LINES_OTHERS = 8
 NEEDS = {
     "hf_trainer": ("transformers", "accelerate"),

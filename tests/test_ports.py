@@ -32,5 +32,6 @@ def test_the_table_tells_the_changed_lines():
 def test_a_port_is_elastic_and_has_no_error(name):
     text = (PORTS / f"{name}.py").read_text()
     assert detect_kind(text) == "elastic"
-    findings = [found for found in check_script(text, name) if found.severity == "error" or name != "vae"]
-    assert findings == []  # vae logs every tenth pass, which is as good as every tenth step
+    findings = [found for found in check_script(text, name) if found.severity != "hint"]
+    findings = [found for found in findings if found.severity == "error" or name != "vae"]
+    assert findings == []  # vae logs every tenth pass, which is as good as every tenth step; most print and log nothing

@@ -115,7 +115,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    best_acc1 = 0.0
+    best = run.track("best", {"acc1": 0.0})
 
     model = resnet(4)
     criterion = nn.CrossEntropyLoss()
@@ -129,9 +129,9 @@ def main():
         train(train_loader, model, criterion, optimizer, epoch, args)
         acc1 = validate(val_loader, model, criterion)
         scheduler.step()
-        is_best = acc1 > best_acc1
-        best_acc1 = max(acc1, best_acc1)
-        save_checkpoint({"epoch": epoch + 1, "state_dict": model.state_dict(), "best_acc1": best_acc1}, is_best)
+        is_best = acc1 > best["acc1"]
+        best["acc1"] = max(acc1, best["acc1"])
+        save_checkpoint({"epoch": epoch + 1, "state_dict": model.state_dict(), "best_acc1": best["acc1"]}, is_best)
     print(f"result {validate(val_loader, model, criterion) / 100:.4f}")
 
 

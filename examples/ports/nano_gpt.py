@@ -98,7 +98,7 @@ def get_lr(it):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * min(decay_ratio, 1.0))) * (learning_rate - min_lr)
 
 
-best_val_loss = 1e9
+best = run.track("best", {"val_loss": 1e9})
 iter_num = 0
 for iter_num in run.steps(max_iters, batch_size=2 * batch_size):
     for param_group in optimizer.param_groups:
@@ -106,8 +106,8 @@ for iter_num in run.steps(max_iters, batch_size=2 * batch_size):
     if run.every(eval_interval) and master_process:
         losses = estimate_loss()
         print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if losses["val"] < best_val_loss:
-            best_val_loss = losses["val"]
+        if losses["val"] < best["val_loss"]:
+            best["val_loss"] = losses["val"]
             run.save({"model": model.state_dict(), "iter_num": iter_num}, os.path.join(out_dir, "ckpt.pt"))
     for _ in range(gradient_accumulation_steps):
         X, Y = get_batch("train", run.local_batch_size)

@@ -102,14 +102,14 @@ def train(epoch):
             print(f"| epoch {epoch} | batch {batch} | loss {loss.item():.2f} | ppl {math.exp(loss.item()):.2f}")
 
 
-best_val_loss = None
+best = run.track("best", {"val_loss": None})
 for epoch in run.epochs(args.epochs):
     train(epoch)
     val_loss = evaluate(val_loader)
     print(f"| end of epoch {epoch} | valid loss {val_loss:.2f} | valid ppl {math.exp(val_loss):.2f}")
-    if not best_val_loss or val_loss < best_val_loss:
+    if not best["val_loss"] or val_loss < best["val_loss"]:
         run.save(model.state_dict(), args.save)
-        best_val_loss = val_loss
+        best["val_loss"] = val_loss
     else:
         for group in optimizer.param_groups:
             group["lr"] /= 4.0

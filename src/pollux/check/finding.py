@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Severity = Literal["error", "warning"]
-"""``error``: it fails, or trains something else. ``warning``: output or speed suffer."""
+Severity = Literal["error", "warning", "hint"]
+"""``error``: it fails, or trains something else. ``warning``: output or speed suffer. ``hint``: it may be meant so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,3 +18,12 @@ class Finding:
     severity: Severity
     problem: str
     advice: str
+
+
+class Found(NamedTuple):
+    """What a rule yields."""
+
+    node: ast.AST
+    problem: str
+    advice: str
+    severity: Severity = "error"

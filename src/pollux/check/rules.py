@@ -6,10 +6,10 @@ import ast
 import difflib
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from pollux.api.kind import parse_python
-from pollux.check.finding import Finding, Severity
+from pollux.check.finding import Finding, Found
+from pollux.check.forgotten import counted_by_hand, divided, untracked_best
 from pollux.check.script import Script
 
 _CUDA_ID = re.compile(r"cuda:\d+")
@@ -35,13 +35,6 @@ DATALOADER_OPTIONS = {
     *("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "drop_last"),
     *("timeout_s", "worker_init_fn", "multiprocessing_context", "auto_commit"),
 }
-
-
-class Found(NamedTuple):
-    node: ast.AST
-    problem: str
-    advice: str
-    severity: Severity = "error"
 
 
 Rule = Callable[[Script], Iterator[Found]]
@@ -139,6 +132,11 @@ def not_prepared(script: Script) -> Iterator[Found]:
     """Models, optimizers and schedulers that train without the others knowing."""
     prepares = [node for node, _ in script.calls() if script.is_of_run(node.func, "prepare")]
     if not prepares:
+        loops = script.training_loops()
+        if loops and not _may_be_prepared_elsewhere(script):
+            first = min(loops, key=lambda loop: loop.lineno)
+            problem = "run.prepare is never called: the job ends with an error when this loop begins"
+            yield Found(first, problem, f"write before it: {_prepare_line(script)}")
         return
     given = {
         name
@@ -202,7 +200,7 @@ def unknown_option(script: Script) -> Iterator[Found]:
     for call, _ in script.calls():
         for name in (keyword.arg for keyword in call.keywords) if script.is_of_run(call.func, "dataloader") else ():
             if name is not None and name not in DATALOADER_OPTIONS:
-                close = difflib.get_close_matches(name, DATALOADER_OPTIONS, 1)
+                close = difflib.get_close_matches(name, DATALOADER_OPTIONS, 1, cutoff=0.68)
                 advice = f"did you mean {close[0]}?" if close else "leave it out, or see help(train.Run.dataloader)"
                 yield Found(call, f"run.dataloader takes no {name}", advice)
 
@@ -228,24 +226,6 @@ def counted_passes(script: Script) -> Iterator[Found]:
                         yield Found(
                             node, f"{index} counts passes, not steps", "use run.every(n) or run.num_steps", "warning"
                         )
-
-
-def counted_by_hand(script: Script) -> Iterator[Found]:
-    """``step += 1`` in the loop, and ``if step % n == 0``."""
-    for loop in script.training_loops():
-        if not script.names_in(loop.iter) & script.loaders:
-            continue
-        counters = {
-            ast.unparse(node.target)
-            for node in ast.walk(loop)
-            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and ast.unparse(node.value) == "1"
-        }
-        for node in ast.walk(loop):
-            name = next(filter(counters.__contains__, _divided(node.test)), None) if isinstance(node, ast.If) else None
-            if isinstance(node, ast.If) and name is not None:
-                advice = "use run.every(n) or run.num_steps"
-                problem = f"{name} counts passes of one replica, and begins again in a restart"
-                yield Found(node, problem, advice, "warning")
 
 
 def own_collectives(script: Script) -> Iterator[Found]:
@@ -351,6 +331,16 @@ def every_replica_writes(script: Script) -> Iterator[Found]:
             yield Found(call, "every replica writes this file, at the same time", "use run.save(obj, path)")
 
 
+def logs_nothing(script: Script) -> Iterator[Found]:
+    """Nobody sees from outside how the training goes."""
+    loops = script.training_loops()
+    logs = any(script.is_of_run(node, "log") for node in ast.walk(script.tree))
+    if loops and not logs and not _is_given_away(script):
+        first = min(loops, key=lambda loop: loop.lineno)
+        problem = "run.log is never called: ls, describe and the dashboard will show no metric"
+        yield Found(first, problem, f"call {min(script.runs)}.log(loss=...) in the loop", "hint")
+
+
 def own_seeds(script: Script) -> Iterator[Found]:
     for call, name in script.calls():
         if name.rpartition(".")[2] in ("manual_seed", "manual_seed_all") and script.is_in_training(call):
@@ -412,10 +402,12 @@ TRAIN_RULES: list[Rule] = [
     counted_by_hand,
     own_collectives,
     untracked_average,
+    untracked_best,
     local_averages,
     closures,
     device_ids,
     every_replica_writes,
+    logs_nothing,
     own_seeds,
     swallowed_leave,
     own_signals,
@@ -465,6 +457,49 @@ def _prepare_advice(name: str) -> str:
     return f"give {name} to run.prepare; several models and optimizers as tuples"
 
 
+def _prepare_line(script: Script) -> str:
+    """What the script has to say, with its own names where they are seen."""
+    run = min(script.runs)
+    models: dict[str, str] = {}  # by the optimizer that has their weights
+    for call, name in script.calls():
+        if (target := _target_of(script, call)) in script.optimizers and name.startswith("torch.optim."):
+            owners = [
+                ast.unparse(part.func.value)
+                for part in ast.walk(call)
+                if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and _method(part) == "parameters"
+            ]
+            models[str(target)] = owners[0] if owners else "model"
+    optimizers = ", ".join(models) or "optimizer"
+    names = ", ".join(models.values()) or "model"
+    if len(models) > 1:
+        return f"({names}), ({optimizers}) = {run}.prepare(({names}), ({optimizers}))"
+    schedules = sorted(
+        {target for call, _ in script.calls() if (target := _target_of(script, call))} & script.schedulers
+    )
+    rest = "".join(f", {name}" for name in schedules[:1])
+    return f"{names}, {optimizers} = {run}.prepare({names}, {optimizers}{rest})"
+
+
+def _may_be_prepared_elsewhere(script: Script) -> bool:
+    return _is_given_away(script) or any(_method(call) == "prepare" for call, _ in script.calls())
+
+
+def _is_given_away(script: Script) -> bool:
+    """Whether the run goes to code that is not in this file."""
+    if any(name.startswith("pollux.integrations") for name in script.modules):
+        return True
+    seen = {
+        node.name
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.ClassDef) and not node.bases)
+    }
+    for call, name in script.calls():
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if name not in seen and any(ast.unparse(one) in script.runs for one in given):
+            return True
+    return False
+
+
 def _index_of(script: Script, loop: ast.For) -> str | None:
     """``i`` of ``for i, batch in enumerate(loader)``."""
     if not isinstance(loop.iter, ast.Call) or script.full_name(loop.iter.func) != "enumerate":
@@ -474,18 +509,7 @@ def _index_of(script: Script, loop: ast.For) -> str | None:
 
 
 def _divides(test: ast.expr) -> bool:
-    return bool(_divided(test))
-
-
-def _divided(test: ast.expr) -> list[str]:
-    """What stands before the ``%`` signs, and the names in it."""
-    return [
-        ast.unparse(part)
-        for node in ast.walk(test)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-        for part in ast.walk(node.left)
-        if isinstance(part, ast.expr)
-    ]
+    return bool(divided(test))
 
 
 def _is_true(call: ast.Call, option: str) -> bool:

@@ -30,17 +30,21 @@ def check(
 ) -> None:
     """Read training scripts and say what will go wrong when they are resized, with line numbers and what to do.
 
-    Ends with 0 if nothing was found, 1 if something was.
+    Ends with 0 if nothing was found but hints, 1 if something was.
     """
     found = [finding for path in scripts for finding in _check(path)]
+    problems = [one for one in found if one.severity != "hint"]
     if as_json:
         print_json({"findings": found})
     else:
         for one in found:
             typer.echo(_line(one))
         num_errors = sum(one.severity == "error" for one in found)
-        say(f"{len(scripts)} read: {num_errors} errors, {len(found) - num_errors} warnings")
-    raise typer.Exit(EXIT_PROBLEMS if found else 0)
+        num_hints = len(found) - len(problems)
+        counts = [numbers.plural(num_errors, "error"), numbers.plural(len(problems) - num_errors, "warning")]
+        counts += [numbers.plural(num_hints, "hint")] if num_hints else []
+        say(f"{len(scripts)} read: {', '.join(counts)}")
+    raise typer.Exit(EXIT_PROBLEMS if problems else 0)
 
 
 def say_script_errors(request: JobRequest) -> None:
@@ -58,7 +62,8 @@ def say_script_errors(request: JobRequest) -> None:
         say(_line(one))
     if errors:
         rest = f", and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-        say(f"({numbers.plural(min(len(errors), MAX_ERRORS), 'error')}{rest}, by: pollux check {shlex.quote(script)})")
+        what = f"{numbers.plural(min(len(errors), MAX_ERRORS), 'error')}{rest}, by: pollux check {shlex.quote(script)}"
+        say(f"({what}; submitted all the same: mend {'it' if len(errors) == 1 else 'them'} and submit again)")
 
 
 def _line(one: Finding) -> str:

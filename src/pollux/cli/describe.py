@@ -134,7 +134,8 @@ def model_lines(models: Mapping[str, FittedModel]) -> Iterator[str]:
     for accelerator, model in models.items():
         params = {name: value for name, value in model.params.items() if value is not None}
         error = model.rmsle
-        seen = f"{numbers.plural(model.num_configurations, 'configuration')}, up to {model.max_replicas} replicas"
+        most = numbers.plural(model.max_replicas, "replica")
+        seen = f"{numbers.plural(model.num_configurations, 'configuration')}, up to {most}"
         off = "" if error is None else f", off by a factor of {math.exp(min(error, 99.0)):.3g}"
         yield f"on {plain(accelerator)}, from {seen}{off}:"
         for sentence in _sentences(params):

@@ -76,6 +76,10 @@ class JobController:
             attempt += 1
         return None
 
+    def has_stepped(self) -> bool:
+        """Whether a replica has made a step of training since this controller was made."""
+        return self._open().check([keys.STEPPED])
+
     def absent(self) -> tuple[Member, ...]:
         """Members of the newest generation that have not come to form it yet: they still train in an older one."""
         if self._roster is None:

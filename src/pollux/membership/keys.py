@@ -8,12 +8,14 @@ here/<g>/<attempt>             how many members have come to form this group
 here/<g>/<attempt>/<rank>      "1": this one has
 verdict/<g>/<attempt>          "form" or "skip", by the first member that can tell (compare-and-set)
 formed/<g>/<attempt>/<rank>    when this rank began to train, in seconds since the epoch
+stepped                        "1": some replica has made a step of training, in any generation
 group/<g>/<attempt>/...        the process group's own keys
 """
 
 from __future__ import annotations
 
 GENERATION = "generation"
+STEPPED = "stepped"
 DEVICE_SHARES = (
     "POLLUX_DEVICE_SHARES"  # environment of a replica: so many slots have its GPU, and as much of its memory
 )

@@ -24,6 +24,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol, Self
 
 from pollux.errors import MembershipError, PeerLostError
@@ -92,6 +93,9 @@ class Membership(Protocol):
 
     def note_formed(self, group: Group) -> None:
         """Tell the owner that this replica trains in ``group``."""
+
+    def note_stepped(self) -> None:
+        """Tell the owner that a step was made. Called once, after the first; training does not depend on it."""
 
     def close(self) -> None: ...
 
@@ -197,6 +201,9 @@ class StaticMembership(_Ranks):
         return False
 
     def note_formed(self, group: Group) -> None:
+        """There is no owner to tell."""
+
+    def note_stepped(self) -> None:
         """There is no owner to tell."""
 
     def close(self) -> None:
@@ -337,6 +344,10 @@ class StoreMembership(_Ranks):
     def note_formed(self, group: Group) -> None:
         with explained(self._address):
             self._open_control().set(keys.formed(group.generation, group.attempt, group.rank), repr(time.time()))
+
+    def note_stepped(self) -> None:
+        with suppress(MembershipError), explained(self._address):
+            self._open_control().set(keys.STEPPED, "1")
 
     def close(self) -> None:
         self._closing.set()

@@ -6,6 +6,8 @@ code it looks like a torch DataLoader with batch size M0.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -112,3 +114,14 @@ class AdaptiveLoader:
                 session.leave_loop()
                 raise
             session.end_pass()
+
+
+def check_options(options: Mapping[str, object], dataloader: Callable[..., object]) -> None:
+    """Raises TypeError, as Python does, for what ``run.dataloader`` does not take."""
+    own = set(inspect.signature(dataloader).parameters) - {"self", "options"}
+    allowed = own | set(inspect.signature(ElasticLoader).parameters) - {"shape", "share_order"}
+    for name in options:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, 1, cutoff=0.68)
+            advice = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(allowed))}"
+            raise TypeError(f"run.dataloader takes no {name!r}: {advice}")

@@ -31,8 +31,7 @@ from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.live import LiveFlag, Rank
-from pollux.train.loader import AdaptiveLoader
-from pollux.train.noise import steps_averaged
+from pollux.train.loader import AdaptiveLoader, check_options
 from pollux.train.order import length_of
 from pollux.train.output import PrintOnce, check_whole, save_file
 from pollux.train.progress import Goal, Progress
@@ -51,6 +50,7 @@ from pollux.train.tuner import Tuner, pick_device, use_device
 
 logger = logging.getLogger(__name__)
 _V = TypeVar("_V", bool, int, float, str)
+_S = TypeVar("_S", bound=Stateful | dict[str, Any])
 
 
 def init(
@@ -288,6 +288,7 @@ class Run:
             raise InvalidValueError(
                 "run.dataloader was called before: a run trains on one loader; use torch's DataLoader for evaluation"
             )
+        check_options(options, Run.dataloader)
         self._branch = BranchCheck.named(batch_check)
         return self._make_loader(dataset, batch_size, max_batch_size, device_batch_size, policy, options)
 
@@ -351,21 +352,20 @@ class Run:
             self._session.checkpointer.check_shared()
         driver = index_of(drives, parts)
         self._trainees = Trainees(parts, grad_scaler, self._team, self._session, ddp_options, driver)
-        averaged = [steps_averaged(part.optimizer) for part in parts]
-        self._exchange.open(averaged, driver, is_sharded=shard is not None)
-        if not isinstance(model, list | tuple):
-            return self._trainees.members[0].model, optimizer
-        return tuple(member.model for member in self._trainees.members), optimizer
+        self._exchange.open(self._trainees.steps_averaged, driver, is_sharded=shard is not None)
+        models = tuple(member.model for member in self._trainees.members)
+        return models if isinstance(model, list | tuple) else models[0], optimizer
 
-    def track(self, name: str, stateful: Stateful | dict[str, Any]) -> None:
-        """Keep more state: a dictionary, or an object with state_dict and load_state_dict."""
+    def track(self, name: str, stateful: _S) -> _S:
+        """Keep more state: a dictionary, or an object with state_dict and load_state_dict. Returns it."""
         if name in self._tracked:
             raise InvalidValueError(f"{name!r} is tracked already; choose another name")
-        stateful = as_stateful(stateful)
+        kept = as_stateful(stateful)
         if self._session.is_started:
             raise InvalidValueError(f"run.track({name!r}, ...) was called after the loop began: call it before")
-        flatten({name: stateful.state_dict()})  # what cannot be saved is told now, not at the first checkpoint
-        self._tracked[name] = stateful
+        flatten({name: kept.state_dict()})  # what cannot be saved is told now, not at the first checkpoint
+        self._tracked[name] = kept
+        return stateful
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -581,8 +581,7 @@ class Run:
                 raise InvalidValueError(f"call run.{missing}(...) before the loop")
             if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
                 self._trainees.follow(rule)
-            if self._trainees.keep_batch:
-                self._tuner.keep_batch()
+            self._tuner.bound_total(self._trainees.most_of(self._tuner.limits))
             self._session.state = RunState(
                 device=self.device,
                 loader=self._loader.elastic,

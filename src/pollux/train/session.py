@@ -72,6 +72,7 @@ class Session:
         self.redo: str | None = None  # why the step under way must be repeated
         self._is_measured = False
         self._num_unused = 0  # batches in a row without a step of the optimizer
+        self._has_told_step = False
         self._has_left = False  # ``break`` left the loop during this pass
         self.sums = ReplicaSums(team)
         self._handover = Handover(team, self.sums, checkpointer)
@@ -197,6 +198,9 @@ class Session:
         index = progress.num_steps
         state.loader.commit()
         progress.add_step(current.step_examples, state.gain(current.step_examples), tuner.limits.initial)
+        if not self._has_told_step:
+            self._has_told_step = True
+            self.membership.note_stepped()
         self.sums.clear()
         norms = state.trainees.take_norms()
         if not self._is_measured:

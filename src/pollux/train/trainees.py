@@ -20,11 +20,13 @@ from pollux.errors import InvalidValueError
 from pollux.train.elastic_model import DDPOptions
 from pollux.train.gates import Gate, gate_scaler
 from pollux.train.gradients import Norms, PassPlan
+from pollux.train.noise import steps_averaged
 from pollux.train.scaling import NoScaling, RateState
 from pollux.train.sharded_model import ModelShards
 from pollux.train.sharded_module import ShardFunction
 from pollux.train.team import Team
 from pollux.train.trainee import Parts, Steps, Trainee, TraineeState
+from pollux.types import BatchLimits
 
 
 class TraineesState(TypedDict):
@@ -82,9 +84,15 @@ class Trainees:
         return any(member.has_batch_norm for member in self.members)
 
     @property
-    def keep_batch(self) -> bool:
-        """No learning-rate rule is known for one of the optimizers."""
-        return any(isinstance(rule := member.rate.rule, NoScaling) and rule.keeps_batch for member in self.members)
+    def steps_averaged(self) -> list[float]:
+        """See :func:`~pollux.train.noise.steps_averaged`."""
+        return [steps_averaged(member.optimizer) for member in self.members]
+
+    def most_of(self, limits: BatchLimits) -> int:
+        """The largest total batch for an adaptive policy: M0, if no rule is known for one of the optimizers."""
+        rules = (member.rate.rule for member in self.members)
+        keeps = any(isinstance(rule, NoScaling) and rule.keeps_batch for rule in rules)
+        return limits.initial if keeps else limits.maximum
 
     @property
     def warm_up_steps(self) -> int:

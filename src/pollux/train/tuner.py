@@ -89,11 +89,11 @@ class Tuner:
         self._first_choice_at: float | None = None
         self._budget_s, self._budgeted_at = FIRST_CHOICES_S, math.inf  # that choosing may take, and since when
 
-    def keep_batch(self) -> None:
-        """An adaptive batch stays at M0; policies that the user has set batches in are followed."""
+    def bound_total(self, most: int) -> None:
+        """Of an adaptive batch; policies that the user has set batches in are followed."""
         if getattr(self.policy, "explores", False):
-            self._asked = replace(self._asked, maximum=self._asked.initial)
-            self.limits = replace(self.limits, maximum=self.limits.initial)
+            self._asked = replace(self._asked, maximum=min(most, self._asked.maximum))
+            self.limits = replace(self.limits, maximum=min(most, self.limits.maximum))
 
     def configuration(self, device_batch: int) -> Configuration:
         return Configuration(self.num_nodes, self.num_replicas, device_batch)

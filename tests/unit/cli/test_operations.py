@@ -66,6 +66,22 @@ def test_cancel_by_pattern_array_and_all(client: Client) -> None:
     assert {f"other-{i}" for i in range(6)} <= set(gone)
 
 
+def test_a_submission_tells_the_errors_of_its_script_before_its_name(client: Client, tmp_path: Path) -> None:
+    begin = "from pollux import train\nrun = train.init()\n"
+    loop = "model, opt = run.prepare(a, b)\nfor x in loader:\n    print(x)\n"
+    script = tmp_path / "bad.py"
+    script.write_text(f"{begin}loader = run.dataloader(data, max_batch_siz=8)\n{loop}")
+    answer = runner.invoke(app, ["submit", "--name", "bad", "--hold", "--", "python", "bad.py"])
+    assert (answer.exit_code, answer.stdout) == (0, "bad\n")
+    assert answer.stderr.splitlines() == [
+        "bad.py:3: error: run.dataloader takes no max_batch_siz; did you mean max_batch_size? (unknown-option)",
+        "(1 error, by: pollux check bad.py; submitted all the same: mend it and submit again)",
+    ]
+    assert answer.output.index("submit again") < answer.output.index("bad\n")
+    script.write_text(f"{begin}loader = run.dataloader(data)\n{loop}")
+    assert runner.invoke(app, ["submit", "--name", "good", "--hold", "--", "python", "bad.py"]).stderr == ""
+
+
 @long
 def test_thousands_are_cancelled_at_once(client: Client) -> None:
     client.submit_all(["sleep", "600"], name="many", array="0-999")

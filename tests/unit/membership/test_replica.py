@@ -248,6 +248,16 @@ def test_bad_addresses(env, problem):
         membership_from_environment(env)
 
 
+def test_a_step_is_made_also_when_the_owner_cannot_be_told(job):
+    job.replica(A)
+    joining = job.each(lambda replica: replica.join(10.0), A)
+    until(lambda: job.controller.is_ready("a"))
+    job.controller.publish([A])
+    groups(joining)
+    job.controller.close()
+    job.replicas["a"].note_stepped()
+
+
 def test_join_waits_for_the_first_generation_that_has_the_replica(job):
     job.replica(A), job.replica(B)
     joining = job.each(lambda replica: replica.join(10.0), A, B)
@@ -261,7 +271,9 @@ def test_join_waits_for_the_first_generation_that_has_the_replica(job):
     assert not joining[1].done()
     assert not job.controller.is_formed(1)
     job.replicas["a"].note_formed(first)
-    assert job.controller.is_formed(1)
+    assert job.controller.is_formed(1) and not job.controller.has_stepped()
+    job.replicas["a"].note_stepped()
+    assert job.controller.has_stepped()
     job.controller.publish([A, B])
     advanced, joined = groups([*job.each(advance, A), joining[1]])
     assert (advanced.rank, joined.rank, joined.num_nodes, joined.generation) == (0, 1, 2, 2)

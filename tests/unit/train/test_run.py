@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pollux import train
 from pollux.errors import CheckpointError, InvalidValueError, PolluxError, UnknownNameError
+from pollux.membership.replica import StaticMembership
 from pollux.model.efficiency import SAME_RATE
 from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
 from pollux.train.leaving import EXIT_CODE, SIGNALS, Leave
@@ -202,6 +203,46 @@ def test_what_is_tracked_comes_back(tmp_path):
         with pytest.raises(PolluxError, match=r"tracked state differs from the saved one: average/1, other; call run"):
             script.train(1)
         assert torch.equal(flat(script.module), before) and run.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("max_batch_siz", "did you mean 'max_batch_size'?"),
+        ("timeout", "did you mean 'timeout_s'?"),
+        ("persistent_workers", "it takes auto_commit, batch_check, batch_sampler, batch_size, "),
+        ("shape", "it takes "),
+        ("share_order", "it takes "),
+    ],
+)
+def test_an_option_that_the_loader_does_not_take_is_named(option, said):
+    with train.init() as run:
+        with pytest.raises(TypeError) as raised:
+            run.dataloader(list(range(8)), batch_size=2, **{option: 1})
+        assert str(raised.value).startswith(f"run.dataloader takes no {option!r}: {said}")
+        run.dataloader(list(range(8)), batch_size=2, shuffle=True)
+
+
+def test_the_first_step_is_told_to_the_owner_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(StaticMembership, "note_stepped", lambda self: told.append(run.num_steps))
+    with train.init() as run:
+        script = Script(run)
+        assert told == []
+        script.train(2)
+        assert told == [1] and run.num_steps > 2
+
+
+def test_what_is_tracked_is_returned(tmp_path):
+    for accuracy in (0.5, 0.0):
+        with train.init(checkpoint_dir=tmp_path) as run:
+            script = Script(run)
+            best = run.track("best", {"accuracy": accuracy})
+            script.train(1)
+            assert best == {"accuracy": 0.5}
+            box = Box(1)
+            with pytest.raises(PolluxError, match="tracked already"):
+                run.track("best", box)
 
 
 class Meter(dict):

@@ -17,7 +17,8 @@ roster leaves it out, *leaving*. Rules:
 - A change that fails is given up: when newcomers end before they have trained, or are killed because they do not get
   ready in ten minutes, the members go on in their own slots, and the node is named in ``given_up``.
 - A script that raises is started again a limited number of times; one that can use none of its checkpoints is not, as
-  it would raise again. Crashes before the others have formed a group without
+  it would raise again, nor one that raises a TypeError, NameError or the like at the same line as in the start before,
+  and has made no step. Crashes before the others have formed a group without
   the crashed replica count once, and the traceback of the first is shown.
 - Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
 - When a member ends with 0 the job is finishing, and no replica is started any more.
@@ -25,7 +26,6 @@ roster leaves it out, *leaving*. Rules:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import signal
 import time
@@ -33,15 +33,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
-from pollux.engines.processes.elastic_replica import CRASH_WINDOW_S, ElasticReplica, JobEvent, RecentCrashes, views_of
-from pollux.engines.processes.failure import (
-    describe_failure,
-    is_bad_usage,
-    lacks_checkpoint,
-    node_cause,
-    read_failure,
+from pollux.engines.processes.elastic_replica import (
+    CRASH_WINDOW_S,
+    ElasticReplica,
+    JobEvent,
+    RecentCrashes,
+    slots_for,
+    views_of,
 )
+from pollux.engines.processes.failure import describe_failure, is_bad_usage, lacks_checkpoint, node_cause, read_failure
 from pollux.engines.processes.packages import BUILD_S
+from pollux.engines.processes.repeated_errors import REPEATED, RepeatedErrors
 from pollux.engines.processes.replica_job import (
     CLOSE_S,
     FIRST_PAUSE_S,
@@ -91,7 +93,8 @@ class ElasticJob:
         self._newcomers: list[ElasticReplica] = []
         self._members: list[ElasticReplica] = []
         self._leaving: list[ElasticReplica] = []
-        self._requested = self._target = checked(self._slots_for(slots) if isinstance(slots, int) else slots)
+        slots = slots_for(slots, [], [], node_of) if isinstance(slots, int) else slots
+        self._requested = self._target = checked(slots)
         self._controller = JobController(command.name, host)
         self._num_spawned = self._num_restarts = self._num_rounds = self._formed = 0
         self._early_ends: Counter[str] = Counter()  # of newcomers, by node, since some formed a group
@@ -107,6 +110,7 @@ class ElasticJob:
         self._held_since: float | None = None
         self.crashes: list[str] = []  # who crashed, and how, since the beginning
         self._crashes = RecentCrashes()
+        self._repeats = RepeatedErrors(self._controller, lambda one: starter.stderr_tail(self._stderr_of(one)))
         self.events: list[JobEvent] = []
         self.failure = ""
         self.blame: NodeFailure | None = None
@@ -190,7 +194,7 @@ class ElasticJob:
 
     def resize(self, num_replicas: int) -> None:
         """So many replicas, wherever they are: :meth:`place` with as little change as possible."""
-        self.place(self._slots_for(num_replicas))
+        self.place(slots_for(num_replicas, self._members, self._newcomers, self._node_of))
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Replicas in exactly these slots; a replica in one of them stays.
@@ -285,16 +289,6 @@ class ElasticJob:
     def _all(self) -> list[ElasticReplica]:
         return [*self._members, *self._newcomers, *self._leaving]
 
-    def _slots_for(self, num_replicas: int) -> list[Slot]:
-        """Those of members first, then of newcomers, who hold no state, then the lowest free ones."""
-        newcomers = sorted(self._newcomers, key=lambda process: not process.is_ready)
-        slots = [process.slot for process in [*self._members, *newcomers]][:num_replicas]
-        taken = {slot.number for slot in slots}
-        free = (index for index in itertools.count() if index not in taken)
-        return slots + [
-            Slot(self._node_of(index), index) for index in itertools.islice(free, num_replicas - len(slots))
-        ]
-
     def _note(
         self, kind: str, detail: str = "", process: ElasticReplica | None = None, at: float | None = None
     ) -> None:
@@ -350,6 +344,10 @@ class ElasticJob:
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
             is_training = any(member.exit_code is None for member in self._members)
+            # Others that are ready show that the cause may be the node.
+            if not is_training and not any(other.is_ready for other in self._newcomers) and self._repeats.see(process):
+                self._fail(f"{REPEATED}; {process.member.replica_id} {process.how} on {process.slot.node}", process)
+                return
             most = MAX_SPAWN_FAILURES if is_training else min(MAX_SPAWN_FAILURES, self._tolerance.max_restarts + 1)
             if num_ends >= most or self._refuses_its_arguments(process):
                 if is_training:
@@ -429,7 +427,9 @@ class ElasticJob:
             return
         if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
             self._finish_by = time.monotonic() + self._tolerance.finish_grace_s
-        if len(recent := self._crashes.recent) > self._tolerance.max_restarts:
+        if (repeated := self._repeats.found) is not None:
+            self._fail(f"{REPEATED}; {repeated.member.replica_id} {repeated.how}", repeated)
+        elif len(recent := self._crashes.recent) > self._tolerance.max_restarts:
             first, num_crashes = recent[0].process, len(recent)
             which = f", the first of {num_crashes} crashes in a row" if self._tolerance.max_restarts else ""
             who = f"{first.member.replica_id} (rank {recent[0].rank})"
@@ -458,6 +458,7 @@ class ElasticJob:
             self._early_ends[process.slot.node] += 1  # the script works, but not there or not beside others
         else:
             self._crashes.add(process, self._members.index(process), self._formed)
+            self._repeats.see(process)
 
     def _is_joining(self, process: ElasticReplica) -> bool:
         """A member whose first group has not begun to train."""

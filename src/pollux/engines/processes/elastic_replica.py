@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from pollux.engines.processes.failure import how_it_ended
@@ -59,6 +60,17 @@ class ElasticReplica:
     def how(self) -> str:
         """It has ended, in words."""
         return how_it_ended(self.exit_code or 0)
+
+
+def slots_for(
+    num_replicas: int, members: list[ElasticReplica], newcomers: list[ElasticReplica], node_of: Callable[[int], str]
+) -> list[Slot]:
+    """Those of members first, then of newcomers, who hold no state, then the lowest free ones."""
+    ready_first = sorted(newcomers, key=lambda process: not process.is_ready)
+    slots = [process.slot for process in [*members, *ready_first]][:num_replicas]
+    taken = {slot.number for slot in slots}
+    free = (index for index in itertools.count() if index not in taken)
+    return slots + [Slot(node_of(index), index) for index in itertools.islice(free, num_replicas - len(slots))]
 
 
 def views_of(*groups: tuple[ReplicaState, list[ElasticReplica]]) -> tuple[ReplicaView, ...]:

@@ -12,6 +12,11 @@ HEADER = "Traceback (most recent call last)"
 _LONGEST_HEADLINE = 300
 _RANKS = re.compile(r"^(\[rank\d+\]: ?)+", re.MULTILINE)  # torch's, before every line, once per group it has seen
 _NO_CHECKPOINT = re.compile(r"\bpollux\.errors\.(Unreadable|Foreign)CheckpointError: ")
+_OF_THE_CODE = re.compile(
+    r"(TypeError|NameError|UnboundLocalError|AttributeError|SyntaxError|IndentationError|TabError): "
+)
+_FRAME = re.compile(r'^ *File ".*", line \d+', re.MULTILINE)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _BAD_USAGE, _USAGE = 2, re.compile(r"^usage: ", re.MULTILINE | re.IGNORECASE)
 _CANNOT_START = (126, 127)  # what a shell says of a command that it may not or cannot start
 _OF_A_NODE = re.compile(
@@ -43,6 +48,19 @@ def lacks_checkpoint(stderr: str) -> bool:
 def tells_no_checkpoint(line: str) -> bool:
     """The same of the first line of a failure."""
     return _NO_CHECKPOINT.search(line) is not None
+
+
+def error_in_code(exit_code: int, stderr: str) -> str:
+    """An exception that the code raises, with its line, if it would do so in each start; "" otherwise.
+
+    Errors that the node may be the cause of, as a package that is missing there, are not among them.
+    """
+    headline, tail = read_failure(stderr)
+    headline = headline or _last_line(stderr)  # Python shows a wrong syntax of the script itself without a header
+    if exit_code != 1 or not _OF_THE_CODE.match(headline) or node_cause(exit_code, stderr):
+        return ""
+    frames = _FRAME.findall(tail.partition(f"\n{headline}")[0])
+    return f"{_ADDRESS.sub('0x', headline)} ({frames[-1].strip()})" if frames else ""
 
 
 def node_cause(exit_code: int, stderr: str) -> str:

@@ -258,6 +258,42 @@ def test_a_script_that_cannot_start_fails_the_job_with_its_stderr(bench):
     assert len(of_kind(job, "spawned")) == 3
 
 
+REPEATED = "the same error twice, at the same line and before any step: no further start mends it; t-1 exited with 1"
+IN_GROUP = f"{SCRIPT.partition('while state')[0]}form(group)\n"
+RAISES = "def f(a): pass\nf(b=1)"
+
+
+@pytest.mark.parametrize("code", [RAISES, IN_GROUP + RAISES, "x = (\n"], ids=["before", "in a group", "syntax"])
+def test_a_script_that_raises_the_same_error_in_its_code_is_started_twice(bench, code):
+    job = bench.job(code, max_restarts=9)
+    assert job.wait(30.0) == 1
+    assert REPEATED in job.failure.splitlines()[0], job.failure
+    assert ("SyntaxError: " if "(\n" in code[-3:] else "TypeError: f() got") in job.failure.splitlines()[0]
+    assert len(of_kind(job, "spawned")) == 2 and job.blame is None
+
+
+def test_two_replicas_of_one_start_raise_it_once(bench):
+    job = bench.job(RAISES, slots=2, max_restarts=9)
+    assert job.wait(30.0) == 1
+    assert len(of_kind(job, "spawned")) >= 3 and job.blame is None
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nopen(sys.argv[2] + '/starts', 'a').write('x')\n"
+        "raise TypeError(len(open(sys.argv[2] + '/starts').read()))",
+        "raise ValueError('the same')",
+        IN_GROUP + "membership.note_stepped()\nNone.x",
+    ],
+    ids=["another message", "another kind", "after a step"],
+)
+def test_errors_that_a_start_may_mend_have_all_starts(bench, code):
+    job = bench.job(code, max_restarts=2)
+    assert job.wait(30.0) == 1
+    assert len(of_kind(job, "spawned")) == 3 and "no further start" not in job.failure
+
+
 def test_a_script_that_refuses_its_arguments_is_started_once(bench):
     job = bench.job("import argparse\nargparse.ArgumentParser(prog='train.py').parse_args(['--foo'])")
     assert job.wait(20.0) == 2
