@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.api.codec import encoded
-from pollux.api.job import FINAL_STATES, FittedModel, JobDetail, JobResize, Replica, Shares
+from pollux.api.job import FINAL_STATES, FittedModel, JobDetail, JobResize, JobRestart, Replica, Shares
 from pollux.api.request import RESIZED
 from pollux.api.round import Decision, DecisionWithOptions
 from pollux.cli.connect import (
@@ -201,11 +201,14 @@ def decision_lines(job: JobDetail) -> Iterator[RenderableType]:
         yield table
 
 
-def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False, phase: str = "") -> Table:
+def resize_table(
+    resizes: Sequence[JobResize], restarts: Sequence[JobRestart] = (), *, is_over: bool = False, phase: str = ""
+) -> Table:
     """The last one may be under way; those before it, or of a job that is over, never came to their end."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("at", "from", "to", "took"):
-        table.add_column(name, justify="right" if name == "took" else "left")
+    for name in ("at", "from", "to", "took", *(["why"] if restarts else [])):
+        table.add_column(name, justify="right" if name == "took" else "left", no_wrap=name == "took")
+    rows: list[tuple[float, list[Text]]] = []
     for index, resize in enumerate(resizes, start=1):
         texts = [
             ", ".join(f"{plain(node)}:{count}" for node, count in shares) or "-"
@@ -215,8 +218,16 @@ def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False, phase: 
         if resize.took_s is None:
             last = "never finished" if is_over else phase or "under way"
             took = "replaced by the next" if index < len(resizes) else last
-        table.add_row(moment(resize.at), *map(Text, texts), Text(took))
+        rows.append((resize.at, [*map(Text, texts), Text(took)]))
+    for restart in restarts:
+        rows.append((restart.at, [Text(""), Text(""), Text(numbers.duration(restart.pause_s)), _text(restart.words)]))
+    for at, cells in sorted(rows, key=lambda row: row[0]):
+        table.add_row(moment(at), *cells)
     return table
+
+
+def _text(words: str) -> Text:
+    return Text(plain(words))
 
 
 def replica_table(replicas: Sequence[Replica]) -> Table:
@@ -232,11 +243,16 @@ def replica_table(replicas: Sequence[Replica]) -> Table:
 def history_lines(job: JobDetail) -> list[str]:
     """The last states it came to and the last decisions of its training, by time."""
     entries = [
-        (t.at, f"{t.source} -> {t.target}" + (f"  {plain(t.reason)}" if t.reason else ""))
+        (t.at, _move(t.source, t.target) + (f"  {plain(t.reason)}" if t.reason else ""))
         for t in job.transitions[-MAX_HISTORY_LINES:]
     ]
     entries += [(note.at, f"training  {plain(note.text)}") for note in job.training_notes[-MAX_HISTORY_LINES:]]
     return [f"{moment(at)}  {what}" for at, what in sorted(entries, key=lambda entry: entry[0])]
+
+
+def _move(source: str, target: str) -> str:
+    """What happened to a job that stayed in its state is a note."""
+    return f"{source} -> {target}" if source != target else f"while {source}"
 
 
 def phase_text(job: JobDetail, now: float) -> str:
@@ -247,11 +263,17 @@ def phase_text(job: JobDetail, now: float) -> str:
 
 
 def lost_text(job: JobDetail) -> str:
-    times = "once" if job.num_resizes == 1 else f"{job.num_resizes} times"
-    done = f"resized {times}" if job.num_resizes else "never resized"
+    num_resizes = sum(bool(resize.before) for resize in job.resizes)  # the others are starts
+    done = f"resized {_times(num_resizes)}" if num_resizes else "never resized"
+    if job.restarts:
+        done = f"{done}, started again {_times(len(job.restarts))} after a crash"
     if job.lost_s is None:
         return done
     return f"{done}; {numbers.duration(job.lost_s)} lost, {numbers.share(job.lost_share)} of its time"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _fact_table(rows: Iterator[tuple[str, str]]) -> Table:
@@ -286,11 +308,13 @@ def description(job: JobDetail, now: float) -> Group:
     section("Last decision", *decision_lines(job))
     if job.decisions:
         section("Decisions that changed it", Text("\n".join(map(decision_line, job.decisions))))
-    if job.resizes:
+    if job.resizes or job.restarts:
         section(
             "Starts and resizes",
             Text(lost_text(job)),
-            resize_table(job.resizes, is_over=job.state in FINAL_STATES, phase=plain(phase_text(job, now))),
+            resize_table(
+                job.resizes, job.restarts, is_over=job.state in FINAL_STATES, phase=plain(phase_text(job, now))
+            ),
         )
     if job.replicas:
         section("Replicas", replica_table(job.replicas))

@@ -271,6 +271,19 @@ def test_only_a_resize_that_can_still_end_is_under_way() -> None:
     assert "under way" not in text_of(description(over, 200.0))
 
 
+def test_a_restart_after_a_crash_is_listed_with_what_it_cost() -> None:
+    words = "gpt-0 was killed by SIGKILL; started again from step 542 after 5.0s; about 270 steps (27s) trained again"
+    restart = {"at": 130.0, "pause_s": 5.0, "step": 542, "words": words}
+    told = {"at": 130.0, "source": "running", "target": "running", "reason": "gpt-0 was killed by SIGKILL"}
+    lost = {"resizes": [{"at": 101.0, "after": [["a", 2]], "took_s": 3.0}], "lost_s": 32.2, "lost_share": 0.3}
+    text = text_of(description(detail(restarts=[restart], transitions=[told], **lost), 200.0))
+    assert "never resized, started again once after a crash; 32s lost, 30% of its time" in text
+    (row,) = [line for line in text.splitlines() if words in line]
+    assert "5.0s  gpt-0 was killed" in row
+    assert "while running  gpt-0 was killed by SIGKILL" in text and "running -> running" not in text
+    assert "started again" not in text_of(description(detail(), 200.0))
+
+
 def test_a_resize_under_way_says_what_it_waits_for_and_since_when() -> None:
     resizes = [{"at": 120.0, "before": [["a", 1]], "after": [["a", 3]], "took_s": None}]
     phase = {"phase": "new replicas start: 1 of 2 are ready", "phase_since": 120.0}

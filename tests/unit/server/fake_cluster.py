@@ -150,6 +150,7 @@ class FakeCluster:
             transitions=(StateChange(at=1.0, source="pending", target="starting", reason=""),),
             training_notes=(TrainingNote(id=1, at=2.0, text="step 9: batch 32 -> 64"),),
             resizes=(),
+            restarts=(),
             replicas=(),
             idle="",
             energy_j=None,

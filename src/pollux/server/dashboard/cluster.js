@@ -64,7 +64,8 @@ function tiles() {
     jobs: new Tile("Jobs"),
     lost: new Tile(
       "Time lost",
-      "Share of the running jobs' slot time in which they stood still; first starts do not count",
+      "Share of the running jobs' slot time in which they stood still, or trained again what a crash had undone; " +
+        "first starts do not count",
     ),
     cost: new Tile("Node hours", "Since the data directory was made"),
     decision: new Tile("Last decision"),
@@ -104,7 +105,7 @@ function tiles() {
         .filter(([state]) => jobs[state])
         .map(([state, word]) => `${count(jobs[state])} ${word}`);
       all.jobs.update(count(here.num_running), [`${count(here.num_pending)} waiting`, ...ended].join(" · "), null, "running");
-      all.lost.update(share(cluster.lost_share), "to resizes and restarts of the running jobs");
+      all.lost.update(share(cluster.lost_share), "to resizes, restarts and work trained again");
       const sizing = cluster.sizing;
       const wanted =
         sizing?.num_wanted !== null && sizing?.num_wanted !== undefined

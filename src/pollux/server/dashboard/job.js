@@ -115,6 +115,9 @@ const decisionTable = () =>
     empty: "No decision has changed it.",
   });
 
+/* Not a note of what happened to it while it stayed in its state. */
+const isMove = one => Boolean(one.target) && one.source !== one.target;
+
 /* States it came to, and what its training decided (which has no target). */
 const historyTable = () =>
   new DataTable({
@@ -124,12 +127,12 @@ const historyTable = () =>
         key: "change",
         label: "What",
         class: "left",
-        mark: one => one.target ?? "training",
-        cell: one => (one.target ? stateChip(one.target) : "training"),
+        mark: one => (isMove(one) ? one.target : one.source ?? "training"),
+        cell: one => (isMove(one) ? stateChip(one.target) : one.target ? `while ${one.source}` : "training"),
       },
       {key: "reason", label: "Why", class: "left words", cell: one => one.reason.replaceAll("->", "→")},
     ],
-    keyOf: one => (one.target ? `${one.at}/${one.source}/${one.target}` : `training/${one.id}`),
+    keyOf: one => (one.target ? `${one.at}/${one.source}/${one.target}/${one.reason}` : `training/${one.id}`),
     step: 20,
     label: "History",
     empty: "Nothing has happened yet.",
@@ -139,11 +142,12 @@ const resizeTable = () =>
   new DataTable({
     columns: [
       {key: "at", label: "When", cell: one => time(one.at)},
-      {key: "before", label: "From", class: "left words", cell: one => nodesIn(one.before)},
-      {key: "after", label: "To", class: "left words", cell: one => nodesIn(one.after)},
+      {key: "before", label: "From", class: "left words", cell: one => (one.words ? "" : nodesIn(one.before))},
+      {key: "after", label: "To", class: "left words", cell: one => (one.words ? "" : nodesIn(one.after))},
       {key: "took", label: "Took", cell: one => (one.took_s === null ? one.instead : duration(one.took_s))},
+      {key: "why", label: "Why", class: "left words", cell: one => one.words ?? ""},
     ],
-    keyOf: one => one.generation,
+    keyOf: one => one.generation ?? `restart/${one.at}`,
     step: 20,
     label: "Resizes",
     empty: "It was never started.",
@@ -348,7 +352,7 @@ export function jobPage({name, query, go}) {
         detail
           ? `${duration(detail.lost_s)}${detail.lost_share === null ? "" : ` (${share(detail.lost_share)})`}`
           : DASH,
-        "To resizes and restarts; the first start does not count",
+        "To resizes, restarts and work that was trained again; the first start does not count",
       ],
       [
         "Energy",
@@ -375,7 +379,9 @@ export function jobPage({name, query, go}) {
     history.update(newestFirst([...detail.transitions, ...told].sort((a, b) => a.at - b.at)));
     const last = FINAL.has(detail.state) ? "never finished" : phaseText(known()) || "under way";
     const begun = newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation);
-    resizes.update(begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last})));
+    const shown = begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last}));
+    const restarts = detail.restarts.map(({at, pause_s, words}) => ({at, took_s: pause_s, words}));
+    resizes.update([...shown, ...restarts].sort((a, b) => b.at - a.at));
   }
 
   let timer = null,

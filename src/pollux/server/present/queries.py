@@ -34,6 +34,7 @@ from pollux.server.present.charts import job_curves, job_model, known_speedups, 
 from pollux.server.present.deadlines import deadline_in_words, spent_in_words
 from pollux.server.present.forecasts import free_slot_reasons, job_forecast, no_forecast
 from pollux.server.present.gauges import Measured
+from pollux.server.present.setbacks import job_restart
 from pollux.server.present.views import (
     Capacity,
     KnownJob,
@@ -146,6 +147,7 @@ class Queries:
             transitions=tuple(map(state_change, self._store.transitions(name))),
             training_notes=tuple(self._store.training_notes(name)),
             resizes=tuple(map(job_resize, self._store.resizes(name))),
+            restarts=() if record is None else tuple(map(job_restart, record.setbacks)),
             replicas=tuple(
                 Replica(
                     replica_id=replica.replica_id,

@@ -203,11 +203,11 @@ def _remaining_s(report: Report | None) -> float | None:
 
 
 def spent_s(record: JobRecord, report: Report | None, now: float) -> tuple[float, float]:
-    """Seconds in which the job held slots, and in how many of those it stood still."""
+    """Seconds in which the job held slots, and in how many of those it stood still, or trained what it had before."""
     running_s = record.attained_s
     if record.allocation and not record.state.is_final:
         running_s += max(now - record.accounted_at, 0.0)
-    return running_s, lost_time_s(list(record.history), report)
+    return running_s, lost_time_s(list(record.history), report) + record.set_back_s
 
 
 def lost_time_s(history: Sequence[Transition], report: Report | None) -> float:
