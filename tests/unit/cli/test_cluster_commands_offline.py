@@ -70,6 +70,7 @@ VIEW: dict[str, Any] = {
     "efficiency": 0.83,
     "goodput": 12345.0,
     "progress": 0.42,
+    "remaining_s": 65.0,
 }
 
 
@@ -200,10 +201,37 @@ def test_shares_and_rates() -> None:
 def test_the_job_table_has_a_row_per_job_and_all_columns() -> None:
     text = text_of(job_table([view(), view(name="b", state="pending", num_replicas=0, reason="waiting for a")], 160.0))
     header, first, second = text.splitlines()
-    for name in ("job", "state", "replicas", "batch", "noise scale", "efficiency", "goodput", "progress", "age"):
+    for name in (
+        "job",
+        "state",
+        "replicas",
+        "batch",
+        "noise scale",
+        "efficiency",
+        "goodput",
+        "progress",
+        "left",
+        "age",
+    ):
         assert name in header
-    assert first.split() == ["gpt", "running", "2", "256", "=", "2×64×2", "1234", "83%", "12.3k/s", "42%", "1m00s"]
+    assert "metric" not in header
+    numbers_of_it = ["2", "256", "=", "2×64×2", "1234", "83%", "12.3k/s", "42%", "1m05s", "1m00s"]
+    assert first.split() == ["gpt", "running", *numbers_of_it]
     assert "waiting for a" in second
+
+
+def test_the_metric_that_a_script_logs_has_a_column_where_there_is_room() -> None:
+    views = [
+        view(metric_name="val_loss", metric=0.31234),
+        view(name="b", metric_name="loss", metric="nan"),
+        view(name="c"),
+    ]
+    header, *rows = text_of(job_table(views, 160.0, width=140)).splitlines()
+    assert header.split()[-3:] == ["left", "metric", "age"]
+    cells = [row.split()[-3:-1] for row in rows]
+    assert cells == [["val_loss", "0.312"], ["loss", "nan"], ["1m05s", "-"]]
+    narrow = text_of(job_table(views, 160.0, width=80)).splitlines()[0].split()
+    assert "metric" not in narrow and {"progress", "left", "goodput"} <= set(narrow)
 
 
 def test_what_a_job_wrote_is_text_and_moves_no_cursor() -> None:
