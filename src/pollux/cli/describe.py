@@ -34,6 +34,8 @@ from pollux.reports import numbers
 UNBOUNDED = 1 << 20  # replicas; where no bound is set
 MAX_FAILURE_LINES = 60
 MAX_HISTORY_LINES = 10  # of states, and of training
+SILENT_S = 30.0  # of reports without a metric; the script may log none before its first epoch ends
+NO_METRIC = "no metric: call run.log(loss=...) in the script"
 NOTHING_S = 2e-8  # a fitted time this small stands at its lower bound
 
 
@@ -125,6 +127,8 @@ def training(job: JobDetail) -> Iterator[tuple[str, str]]:
             for key, value in job.metrics.items()
         )
         yield "metrics", ", ".join(shown)
+    elif job.kind == "elastic" and job.reported_at - (job.started_at or job.reported_at) >= SILENT_S:
+        yield "metrics", NO_METRIC
 
 
 def model_lines(models: Mapping[str, FittedModel]) -> Iterator[str]:

@@ -342,6 +342,17 @@ def test_what_training_decided_is_told_among_the_states() -> None:
     assert lines == ["pending -> starting  1 replica", *training, "running -> resizing  1 -> 2 replicas"]
 
 
+def test_a_script_that_logs_nothing_is_told_how() -> None:
+    def told(**changes: Any) -> bool:
+        text = text_of(description(detail(metrics={}, **changes), 160.0))
+        return "metrics      no metric: call run.log(loss=...) in the script" in text
+
+    assert told(started_at=101.0, reported_at=150.0)
+    assert not told(started_at=101.0, reported_at=120.0)  # its first epoch may not be over
+    assert not told(kind="restartable")
+    assert "no metric" not in text_of(description(detail(), 160.0))
+
+
 def test_a_failure_comes_with_its_traceback() -> None:
     failure = "\n".join(["Traceback:", *(f"  line {n}" for n in range(100)), "ValueError: [bold]no"])
     text = text_of(description(detail(state="failed", reason="exit code 1\nmore", failure=failure), 160.0))

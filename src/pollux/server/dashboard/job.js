@@ -32,7 +32,8 @@ import {Tabs} from "./tabs.js";
 const EVERY_MS = 2000,
   RETRY_MS = 10000,
   MODEL_EVERY_MS = 8000,
-  FORECAST_EVERY_MS = 20000;
+  FORECAST_EVERY_MS = 20000,
+  SILENT_S = 30; // of reports without a metric
 
 /* Facts with their names; made once, then only their text is set. Null: a fact that this job does not have. */
 class Facts {
@@ -167,6 +168,7 @@ export function jobPage({name, query, go}) {
     reason = h("p", {class: "reason"}),
     forecast = h("p", {class: "forecast", hidden: true}),
     failure = h("pre", {class: "failure", hidden: true});
+  const noMetric = h("p", {class: "reason", hidden: true}, "No metric: call run.log(loss=...) in the script.");
   const command = h("code", {class: "command"}),
     facts = new Facts(),
     figures = jobFigures(),
@@ -193,7 +195,7 @@ export function jobPage({name, query, go}) {
     label: `Parts of ${name}`,
     parts: [
       ["overview", "Overview", facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
-      ["metrics", "Metrics", h("div", {class: "grid charts"}, figures.metrics)],
+      ["metrics", "Metrics", noMetric, h("div", {class: "grid charts"}, figures.metrics)],
       ["model", "Model", h("div", {class: "grid charts"}, figures.model)],
       ["logs", "Logs", logs.element],
       [
@@ -408,6 +410,8 @@ export function jobPage({name, query, go}) {
       for (const key of ["metrics", "model"]) tabs.setHidden(key, isSilent);
       figures.setHidden(isSilent);
       figures.updateCurves(curves);
+      const told = curves.at.length ? curves.at.at(-1) - curves.at[0] : 0;
+      noMetric.hidden = found.kind !== "elastic" || Object.keys(curves.metrics).length > 0 || told < SILENT_S;
       if (model) {
         modelAt = performance.now();
         figures.updateModel(model);
