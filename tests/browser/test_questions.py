@@ -128,6 +128,15 @@ def test_a_restart_after_a_crash_is_listed_with_what_it_cost(visitor: Visitor) -
     assert "32 s (30 %)" in page.locator("dl.facts").inner_text()
 
 
+def test_a_job_says_why_it_has_its_slots(visitor: Visitor) -> None:
+    answer_with(visitor.page, "train", lambda told: {"why": "odd gave 1 slot to train", "num_replicas": 1})
+    page = visitor.open("#/jobs/train")
+    said = page.get_by_text(re.compile(r"^Why 1 slot, since [\d:]+: odd gave 1 slot to train\.$"))
+    said.wait_for()
+    page.get_by_role("tab", name="Model").click()
+    said.wait_for(state="hidden")
+
+
 def test_a_script_that_logs_nothing_is_told_how(visitor: Visitor) -> None:
     page, told = visitor.page, "No metric: call run.log(loss=...) in the script."
     answer_with(page, "train/curves?points=600", lambda curves: {"metrics": {}, "at": [at * 99 for at in curves["at"]]})

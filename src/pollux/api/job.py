@@ -208,6 +208,9 @@ class JobDetail(JobSummary):
     models: Mapping[str, FittedModel] = field(metadata=about("By type of accelerator."))
     decision: DecisionWithOptions | None = field(metadata=about("The last one about this job."))
     decisions: tuple[Decision, ...] = field(metadata=about("The last ones that changed it."))
+    why: str = field(
+        metadata=about("Why it has the slots that it has, in words; empty: it has none, or it is not known.")
+    )
     transitions: tuple[StateChange, ...]
     training_notes: tuple[TrainingNote, ...] = field(metadata=about("What it told of its decisions: the last 100."))
     resizes: tuple[JobResize, ...]

@@ -310,8 +310,9 @@ def description(job: JobDetail, now: float) -> Group:
     if job.kind in RESIZED and (job.models or job.state not in FINAL_STATES):
         section("Performance model", Text("\n".join(model_lines(job.models))))
     section("Last decision", *decision_lines(job))
-    if job.decisions:
-        section("Decisions that changed it", Text("\n".join(map(decision_line, job.decisions))))
+    reasons = [f"          {plain(job.why)}"] if job.why else []
+    if job.decisions or reasons:
+        section("Decisions that changed it", Text("\n".join([*map(decision_line, job.decisions), *reasons])))
     if job.resizes or job.restarts:
         section(
             "Starts and resizes",

@@ -283,6 +283,12 @@ def test_a_description_says_why() -> None:
     assert "across nodes" not in text  # nothing is known of that
 
 
+def test_why_it_has_its_slots_stands_below_the_change() -> None:
+    lines = text_of(description(detail(why="a gave 1 slot to gpt"), 160.0)).splitlines()
+    _, change, why, *_ = lines[lines.index("Decisions that changed it") :]
+    assert "1 -> 2 replicas" in change and why.strip() == "a gave 1 slot to gpt"
+
+
 def test_the_chosen_speedup_is_marked() -> None:
     table = speedup_table(detail().decision)
     rows = text_of(table).splitlines()

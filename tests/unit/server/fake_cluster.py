@@ -147,6 +147,7 @@ class FakeCluster:
             models={"cpu": FittedModel(params=params, num_configurations=1, max_replicas=1, rmsle=None)},
             decision=None,
             decisions=(),
+            why="",
             transitions=(StateChange(at=1.0, source="pending", target="starting", reason=""),),
             training_notes=(TrainingNote(id=1, at=2.0, text="step 9: batch 32 -> 64"),),
             resizes=(),

@@ -167,6 +167,7 @@ export function jobPage({name, query, go}) {
     bar = h("span"),
     reason = h("p", {class: "reason"}),
     forecast = h("p", {class: "forecast", hidden: true}),
+    whySlots = h("p", {class: "reason", hidden: true}),
     failure = h("pre", {class: "failure", hidden: true});
   const noMetric = h("p", {class: "reason", hidden: true}, "No metric: call run.log(loss=...) in the script.");
   const command = h("code", {class: "command"}),
@@ -194,7 +195,7 @@ export function jobPage({name, query, go}) {
   const tabs = new Tabs({
     label: `Parts of ${name}`,
     parts: [
-      ["overview", "Overview", facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
+      ["overview", "Overview", whySlots, facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
       ["metrics", "Metrics", noMetric, h("div", {class: "grid charts"}, figures.metrics)],
       ["model", "Model", h("div", {class: "grid charts"}, figures.model)],
       ["logs", "Logs", logs.element],
@@ -373,6 +374,10 @@ export function jobPage({name, query, go}) {
       detail.command?.length ? `${detail.cwd ? `${detail.cwd} $ ` : "$ "}${detail.command.map(quoted).join(" ")}` : "",
     );
     again.hidden = !detail.request?.command;
+    const decided = detail.decisions.at(-1),
+      when = decided ? `, since ${time(decided.at)}` : "";
+    setText(whySlots, detail.why ? `Why ${plural(detail.num_replicas, "slot")}${when}: ${detail.why}.` : "");
+    whySlots.hidden = !detail.why;
     failure.hidden = !detail.failure;
     setText(failure, detail.failure);
     replicas.update(detail.replicas);

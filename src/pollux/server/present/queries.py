@@ -144,6 +144,7 @@ class Queries:
             models={} if record is None else model_views(record),
             decision=self._decisions.last(name),
             decisions=self._decisions.changes(name),
+            why="" if record is None or not record.allocation else self._why(record),
             transitions=tuple(map(state_change, self._store.transitions(name))),
             training_notes=tuple(self._store.training_notes(name)),
             resizes=tuple(map(job_resize, self._store.resizes(name))),
@@ -165,6 +166,19 @@ class Queries:
             log_directory=str(self.job_directory(name) / "logs"),
             versions=versions_in(stored.request or {}),
         )
+
+    def _why(self, record: JobRecord) -> str:
+        """It has what its last change gave it, or keeps what it has."""
+        job = self._jobs.get(record.name)
+        if told := self._decisions.why(record.name):
+            return told
+        if job is None or job.decided is None or job.decided.decision.has_changed:
+            return ""
+        speedups = job.decided.decision.option_speedups
+        count = record.allocation.num_replicas
+        is_best = len(speedups) > 0 and count < len(speedups) and speedups[count] >= speedups.max()
+        gain = "no other number of slots is worth more to it" if is_best else "others make more of the slots it lacks"
+        return f"keeps {count} slot{'s' * (count != 1)}: {gain}"
 
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:
         return self._store.reports(name, since, limit)

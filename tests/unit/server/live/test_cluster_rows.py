@@ -137,3 +137,19 @@ def test_a_crash_is_listed_and_its_work_counts_as_lost(world: World) -> None:
     world.until_state(name, "succeeded")
     assert world.cluster.queries.job(name).restarts == job.restarts
     assert world.cluster.queries.summary_of(name).lost_s == pytest.approx(job.lost_s)
+
+
+def test_a_job_says_why_it_has_its_slots(world: World) -> None:
+    name = world.submit(kind="elastic", max_replicas=1, name="one")
+    world.until_state(name, "running")
+    why = world.until(lambda: world.cluster.queries.job(name).why, "it says why")
+    assert why.startswith("one starts with 1 slot on a: speedup 0 → ")
+    world.cluster.stop(keeps_jobs=True)
+    world.store.prune(0, 100)
+    assert world.make().queries.job(name).why == ""  # the decision is forgotten, and there is no newer one
+    world.cluster.start()
+    kept = "keeps 1 slot: no other number of slots is worth more to it"
+    world.until(lambda: world.cluster.queries.job(name).why == kept, "it keeps it")
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    assert world.cluster.queries.job(name).why == ""
