@@ -132,7 +132,9 @@ class FittedModel:
 
     params: Mapping[str, float | None]
     num_configurations: int
-    max_replicas: int
+    max_replicas: int = field(metadata=about("The most that were measured."))
+    max_on_a_node: int = field(metadata=about("The most replicas that were measured together on one node."))
+    max_nodes: int = field(metadata=about("The most nodes that were measured together."))
     rmsle: float | None = field(metadata=about("How far the fit is off, as a root mean squared logarithmic error."))
 
 

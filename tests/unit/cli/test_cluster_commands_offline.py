@@ -94,7 +94,8 @@ def detail(**changes: Any) -> JobDetail:
     }
     options = {"option_replicas": [1, 2, 4], "option_speedups": [1.0, 1.7, None]}
     params = {"alpha_g": 0.01, "beta_g": 1e-3, "alpha_n": 1e-8, "beta_n": 1e-8, "alpha_r": 0.02, "beta_r": 0.001}
-    model = {"params": {**params, "gamma": 2.0}, "num_configurations": 3, "max_replicas": 2, "rmsle": 0.03}
+    model = {"params": {**params, "gamma": 2.0}, "num_configurations": 3, "max_replicas": 2}
+    model = {**model, "max_on_a_node": 2, "max_nodes": 1, "rmsle": 0.03}
     known = {
         **VIEW,
         "kind": "elastic",
@@ -153,6 +154,7 @@ def text_of(renderable: Any, width: int = 200) -> str:
         (None, "-"),
         (float("nan"), "-"),
         (-3, "0s"),
+        (2.6e-8, "0s"),
         (0, "0s"),
         (0.0123, "12.3ms"),
         (8.5e-5, "85µs"),
@@ -267,20 +269,28 @@ def test_a_description_says_why() -> None:
         "python 'my train.py'",
         "elastic, replicas 1 or more, may be preempted",
         "2 replicas: 2 on a",
-        "epoch 3, 900 steps, about 1m05s left",
+        "42%, 900 steps, 3 passes over the data, about 1m05s left",
         "accuracy 0.912346",
-        "a pass takes 10ms and 1ms per example",
-        "gradients of 2 replicas on one node take 20ms",
-        "from 3 configurations, up to 2 replicas, off by a factor of 1.03",
+        "a pass takes 10ms and 1ms for each example",
+        "exchanging gradients between 2 replicas on one node: 20ms, and 1ms for each further one",
+        "on cpu, measured in 3 setups with up to 2 replicas; its predictions are 3.0% off",
         "256: 64 per device, 2 passes a step",
         "round 7 (job ended): 1 -> 2 replicas, speedup 0.9 -> 1.7",
-        "fitness 1.5, at most 1.6",
+        "all jobs together have a mean speedup of 1.5, where at most 1.6 is possible",
         "1.0s lost, 2.0% of its time",
         "pending -> starting  start on a",
         "/w/logs",
     ):
         assert part in text, part
-    assert "across nodes" not in text  # nothing is known of that
+    assert "exchanging gradients between 2 replicas across nodes: not measured yet" in text
+    assert "alpha" not in text and "γ" not in text and "factor of" not in text  # that is for --json
+
+
+def test_what_takes_no_time_is_not_told_in_millionths() -> None:
+    models = {"cpu": {"params": {"alpha_g": 2.58e-8, "beta_g": 1.26e-3, "gamma": 1.0}, "num_configurations": 1}}
+    text = text_of(description(detail(models=models), 160.0))
+    assert "a pass takes 1.26ms for each example" in text and "overlap" not in text
+    assert "on one node: not measured yet" in text
 
 
 def test_why_it_has_its_slots_stands_below_the_change() -> None:

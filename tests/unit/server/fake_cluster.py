@@ -144,7 +144,11 @@ class FakeCluster:
             **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
             request=self.requests[name].to_dict(),
             failure="",
-            models={"cpu": FittedModel(params=params, num_configurations=1, max_replicas=1, rmsle=None)},
+            models={
+                "cpu": FittedModel(
+                    params=params, num_configurations=1, max_replicas=1, max_on_a_node=1, max_nodes=1, rmsle=None
+                )
+            },
             decision=None,
             decisions=(),
             why="",

@@ -340,7 +340,7 @@ export function jobPage({name, query, go}) {
       ["Efficiency", share(job.efficiency)],
       ["Throughput", job.throughput === null ? DASH : `${number(job.throughput)}/s`, "Examples per second"],
       ["Goodput", job.goodput === null ? DASH : `${number(job.goodput)}/s`, "Useful examples per second"],
-      ["Epoch", number(job.epoch)],
+      ["Passes over the data", number(job.epoch), "An epoch of run.epochs may take several at a larger batch"],
       ["Time left", duration(job.remaining_s)],
       ["Running for", duration(lasted)],
       ["Submitted", time(job.submitted_at)],

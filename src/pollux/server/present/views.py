@@ -323,16 +323,18 @@ def standing_in_words(standing: Standing | None) -> str:
 
 def model_views(record: JobRecord) -> dict[str, FittedModel]:
     """What was fitted to the job's measured speed, by accelerator."""
-    profile = record.knowledge.profile
-    return {
-        accelerator: FittedModel(
+    profile, views = record.knowledge.profile, {}
+    for accelerator, found in list(record.knowledge.fits.items()):
+        seen = list(profile.timings(accelerator))
+        views[accelerator] = FittedModel(
             params=found.params._asdict(),
-            num_configurations=len(profile.timings(accelerator)),
+            num_configurations=len(seen),
             max_replicas=profile.max_replicas,
+            max_on_a_node=max((one.num_replicas for one in seen if one.num_nodes == 1), default=0),
+            max_nodes=max((one.num_nodes for one in seen), default=0),
             rmsle=finite(found.rmsle_step),
         )
-        for accelerator, found in list(record.knowledge.fits.items())
-    }
+    return views
 
 
 def decision_view(decision: JobDecision, record: RoundRecord, id_: int) -> Decision:
