@@ -6,8 +6,11 @@ import csv
 import io
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.browser.browsing import (
     PHONE,
@@ -26,6 +29,18 @@ from tests.long import long
 def told_by(visitor: Visitor) -> tuple[Told, Any]:
     told = Told(visitor.page)
     return told, visitor.page
+
+
+def answer_with(page: Any, path: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The server's answer, changed."""
+
+    def fulfil(route: Any) -> None:
+        asked = route.request
+        answer = httpx.get(asked.url, headers={"Authorization": asked.headers["authorization"]})
+        told = answer.json()
+        route.fulfill(json={**told, **change(told)})
+
+    page.route(f"**/api/v1/jobs/{path}", fulfil)
 
 
 # --- what was wrong --------------------------------------------------------------------------------------------------
@@ -48,8 +63,8 @@ def test_tiles_and_headings_of_charts_say_the_same(visitor: Visitor) -> None:
     assert page.locator(value.format("Jobs")).inner_text() == "5 running, 77 waiting"
     assert "50 %" in tiles and page.locator(value.format("Efficiency")).inner_text() == "50 %"
     assert "123" in tiles and page.locator(value.format("Node hours")).inner_text() == "123 h"
-    goodput = page.locator(".tile", has_text="Goodput").locator(".tile-value").inner_text().strip()
-    assert page.locator(value.format("Goodput")).inner_text() in (goodput, "")
+    goodput = page.locator(".tile", has_text="Useful slots").locator(".tile-value").inner_text().strip()
+    assert page.locator(value.format("Useful slots")).inner_text() in (goodput, "")
 
 
 @long
@@ -88,6 +103,45 @@ def test_a_job_says_what_its_resize_waits_for(visitor: Visitor) -> None:
     told.tell(jobs=[row_of("grows", state="resizing", reason="1 -> 3 replicas", num_replicas=1, **phase)])
     row = page.locator("table[aria-label=Jobs] tbody tr").first
     assert "new replicas start: 1 of 2 are ready" in row.inner_text()
+
+
+def test_a_restart_after_a_crash_is_listed_with_what_it_cost(visitor: Visitor) -> None:
+    page, at = visitor.page, time.time() - 60
+    words = "train-0 was killed by SIGKILL; started again from step 542 after 5.0s; about 270 steps (27s) trained again"
+    restart = {
+        "at": at,
+        "cause": "",
+        "pause_s": 5.0,
+        "step": 542,
+        "num_steps_again": 272,
+        "again_s": 27.2,
+        "words": words,
+    }
+    note = {"at": at, "source": "running", "target": "running", "reason": "train-0 was killed by SIGKILL"}
+    changed = {"restarts": [restart], "transitions": [note], "lost_s": 32.2, "lost_share": 0.3}
+    answer_with(page, "train", lambda told: changed)
+    visitor.open("#/jobs/train?tab=history")
+    page.locator("table[aria-label=Resizes] tbody tr", has_text=words).wait_for()
+    first = page.locator("table[aria-label=History] tbody tr", has_text="while running").first.inner_text()
+    assert "train-0 was killed by SIGKILL" in first
+    page.get_by_role("tab", name="Overview").click()
+    assert "32 s (30 %)" in page.locator("dl.facts").inner_text()
+
+
+def test_a_job_says_why_it_has_its_slots(visitor: Visitor) -> None:
+    answer_with(visitor.page, "train", lambda told: {"why": "odd gave 1 slot to train", "num_replicas": 1})
+    page = visitor.open("#/jobs/train")
+    said = page.get_by_text(re.compile(r"^Why 1 slot, since [\d:]+: odd gave 1 slot to train\.$"))
+    said.wait_for()
+    page.get_by_role("tab", name="Model").click()
+    said.wait_for(state="hidden")
+
+
+def test_a_script_that_logs_nothing_is_told_how(visitor: Visitor) -> None:
+    page, told = visitor.page, "No metric: call run.log(loss=...) in the script."
+    answer_with(page, "train/curves?points=600", lambda curves: {"metrics": {}, "at": [at * 99 for at in curves["at"]]})
+    visitor.open("#/jobs/train?tab=metrics")
+    page.get_by_text(told).wait_for()
 
 
 def test_rows_of_many_jobs_have_names_and_are_scrolled_to(visitor: Visitor) -> None:

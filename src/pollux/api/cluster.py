@@ -45,7 +45,9 @@ class ClusterSummary:
     jobs: Mapping[str, int] = field(metadata=about("How many there are in each state."))
     num_rounds: int
     last_decision_s: float | None
-    lost_share: float | None = field(metadata=about("Share of the jobs' time lost to resizes."))
+    lost_share: float | None = field(
+        metadata=about("Share of the running jobs' time lost to resizes, restarts and work trained again.")
+    )
     sizing: ClusterSize
     data_directory: str
     why_free: tuple[str, ...] = field(metadata=about("Why slots are free, in words; empty: none is."))

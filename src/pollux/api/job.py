@@ -94,7 +94,9 @@ class JobSummary(JobRow):
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
     running_s: float | None = field(metadata=about("Time in which it held slots."))
     attained_slot_s: float | None = field(metadata=about("The same, each second times the slots held."))
-    lost_s: float | None = field(metadata=about("Time lost to starts, resizes and restarts."))
+    lost_s: float | None = field(
+        metadata=about("Time lost to resizes, to starts after the first, and to work that was trained again.")
+    )
     lost_share: float | None
 
 
@@ -130,7 +132,9 @@ class FittedModel:
 
     params: Mapping[str, float | None]
     num_configurations: int
-    max_replicas: int
+    max_replicas: int = field(metadata=about("The most that were measured."))
+    max_on_a_node: int = field(metadata=about("The most replicas that were measured together on one node."))
+    max_nodes: int = field(metadata=about("The most nodes that were measured together."))
     rmsle: float | None = field(metadata=about("How far the fit is off, as a root mean squared logarithmic error."))
 
 
@@ -164,6 +168,19 @@ class JobResize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobRestart:
+    """A crash after which a job went on from its checkpoint. Null: not known."""
+
+    at: float
+    cause: str
+    pause_s: float = field(metadata=about("From the crash until it trained again."))
+    step: int = field(metadata=about("From which it went on; 0: from the beginning."))
+    num_steps_again: int = field(metadata=about("Steps that it had reported before, and trained again."))
+    again_s: float | None = field(metadata=about("What those took; an estimate."))
+    words: str = field(metadata=about("All of it in a sentence."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
     replica_id: str
     rank: int | None
@@ -193,9 +210,13 @@ class JobDetail(JobSummary):
     models: Mapping[str, FittedModel] = field(metadata=about("By type of accelerator."))
     decision: DecisionWithOptions | None = field(metadata=about("The last one about this job."))
     decisions: tuple[Decision, ...] = field(metadata=about("The last ones that changed it."))
+    why: str = field(
+        metadata=about("Why it has the slots that it has, in words; empty: it has none, or it is not known.")
+    )
     transitions: tuple[StateChange, ...]
     training_notes: tuple[TrainingNote, ...] = field(metadata=about("What it told of its decisions: the last 100."))
     resizes: tuple[JobResize, ...]
+    restarts: tuple[JobRestart, ...] = field(metadata=about("After crashes, from its checkpoint: the last 32."))
     replicas: tuple[Replica, ...]
     idle: str = field(metadata=about("Which of its GPUs have done nothing for long, in words; empty: none."))
     energy_j: float | None = field(metadata=about("Joules that its GPUs took; null: not known."))

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.api.codec import encoded
-from pollux.api.job import FINAL_STATES, FittedModel, JobDetail, JobResize, Replica, Shares
+from pollux.api.job import FINAL_STATES, FittedModel, JobDetail, JobResize, JobRestart, Replica, Shares
 from pollux.api.request import RESIZED
 from pollux.api.round import Decision, DecisionWithOptions
 from pollux.cli.connect import (
@@ -34,7 +34,9 @@ from pollux.reports import numbers
 UNBOUNDED = 1 << 20  # replicas; where no bound is set
 MAX_FAILURE_LINES = 60
 MAX_HISTORY_LINES = 10  # of states, and of training
-NOTHING_S = 2e-8  # a fitted time this small stands at its lower bound
+SILENT_S = 30.0  # of reports without a metric; the script may log none before its first epoch ends
+NO_METRIC = "no metric: call run.log(loss=...) in the script"
+LEAST_S = 1e-6  # a fitted time that is shorter stands at its lower bound
 
 
 def allocation_text(shares: Shares) -> str:
@@ -110,7 +112,8 @@ def training(job: JobDetail) -> Iterator[tuple[str, str]]:
     if job.reported_at is None:
         return
     left = "" if job.remaining_s is None else f", about {numbers.duration(job.remaining_s)} left"
-    yield "progress", f"{numbers.share(job.progress)}, epoch {job.epoch}, {job.num_steps} steps{left}"
+    passes = numbers.plural(job.epoch or 0, "pass", "passes")
+    yield "progress", f"{numbers.share(job.progress)}, {job.num_steps} steps, {passes} over the data{left}"
     yield "batch", batch_text(job)
     noise = numbers.with_error(job.noise_scale, job.noise_scale_error)
     yield "noise scale", noise if job.noise_scale is None else f"{noise} examples"
@@ -125,13 +128,16 @@ def training(job: JobDetail) -> Iterator[tuple[str, str]]:
             for key, value in job.metrics.items()
         )
         yield "metrics", ", ".join(shown)
+    elif job.kind == "elastic" and job.reported_at - (job.started_at or job.reported_at) >= SILENT_S:
+        yield "metrics", NO_METRIC
 
 
 def model_lines(models: Mapping[str, FittedModel]) -> Iterator[str]:
-    """The fitted throughput model in words and numbers."""
+    """The fitted throughput model in words; its parameters are in the JSON."""
     if not models:
         yield "its speed was not measured yet; until then more replicas are assumed to be as good as they can be"
     for accelerator, model in models.items():
+<<<<<<< HEAD
         params = {name: value for name, value in model.params.items() if value is not None}
         error = model.rmsle
         most = numbers.plural(model.max_replicas, "replica")
@@ -139,22 +145,44 @@ def model_lines(models: Mapping[str, FittedModel]) -> Iterator[str]:
         off = "" if error is None else f", off by a factor of {math.exp(min(error, 99.0)):.3g}"
         yield f"on {plain(accelerator)}, from {seen}{off}:"
         for sentence in _sentences(params):
+=======
+        seen = f"{numbers.plural(model.num_configurations, 'setup')} with up to {_replicas(model.max_replicas)}"
+        error = "" if model.rmsle is None else f"; its predictions are {_off(model.rmsle)} off"
+        yield f"on {plain(accelerator)}, measured in {seen}{error}:"
+        for sentence in _sentences(model):
+>>>>>>> wt-present
             yield f"  {sentence}"
 
 
-def _sentences(params: Mapping[str, float]) -> Iterator[str]:
-    def value(name: str) -> str:
-        return numbers.duration(params.get(name)) if params.get(name, 0.0) > NOTHING_S else "next to nothing"
+def _replicas(count: int) -> str:
+    return numbers.plural(count, "replica")
 
-    if "alpha_g" in params:
-        yield f"a pass takes {value('alpha_g')} and {value('beta_g')} per example"
-    for name, where in (("r", "on one node"), ("n", "across nodes")):
-        if params.get(f"alpha_{name}", 0.0) > NOTHING_S:
-            yield f"gradients of 2 replicas {where} take {value(f'alpha_{name}')}, each more {value(f'beta_{name}')}"
-    if "gamma" in params:
-        overlap = "hardly" if params["gamma"] < 1.5 else "partly" if params["gamma"] < 5 else "almost fully"
-        yield f"computing and communicating overlap {overlap} (γ = {params['gamma']:.2f})"
-    yield ", ".join(f"{name} {number:.3g}" for name, number in params.items())
+
+def _off(rmsle: float) -> str:
+    """The error is one of logarithms."""
+    return numbers.share(math.expm1(rmsle)) if rmsle < 0.5 else f"a factor of {math.exp(min(rmsle, 99.0)):.1f}"
+
+
+def _sentences(model: FittedModel) -> Iterator[str]:
+    params = {name: value for name, value in model.params.items() if value is not None}
+    if "alpha_g" in params and "beta_g" in params:
+        fixed = f"{numbers.duration(params['alpha_g'])} and " if params["alpha_g"] >= LEAST_S else ""
+        yield f"a pass takes {fixed}{numbers.duration(params['beta_g'])} for each example"
+    seen = (("r", "on one node", model.max_on_a_node > 1), ("n", "across nodes", model.max_nodes > 1))
+    for name, where, is_seen in seen:
+        least_s, more_s = params.get(f"alpha_{name}", 0.0), params.get(f"beta_{name}", 0.0)
+        more = f", and {numbers.duration(more_s)} for each further one" if more_s >= LEAST_S else ""
+        took = f"{numbers.duration(least_s)}{more}" if is_seen else "not measured yet"
+        yield f"exchanging gradients between 2 replicas {where}: {took}"
+    if "gamma" in params and any(is_seen for _, _, is_seen in seen):
+        gamma = params["gamma"]
+        overlap = "hardly" if gamma < 1.5 else "partly" if gamma < 5 else "almost fully"
+        yield f"computing and exchanging overlap {overlap}"
+
+
+def _speedup(value: float | None) -> str:
+    """Two digits: it is an estimate."""
+    return numbers.UNKNOWN if value is None else numbers.number(float(f"{value:.2g}"))
 
 
 def speedup_table(decision: DecisionWithOptions) -> Table | None:
@@ -170,14 +198,14 @@ def speedup_table(decision: DecisionWithOptions) -> Table | None:
         marks = ["chosen"] if replicas == decision.after else []
         marks += ["before"] if replicas == decision.before and decision.before != decision.after else []
         style = "bold green" if replicas == decision.after else None
-        table.add_row(str(replicas), numbers.number(speedup), ", ".join(marks), style=style)
+        table.add_row(str(replicas), _speedup(speedup), ", ".join(marks), style=style)
     return table
 
 
 def decision_line(decision: Decision) -> str:
     before, after = decision.before, decision.after
     what = f"keeps {numbers.plural(after, 'replica')}" if before == after else f"{before} -> {after} replicas"
-    speedups = [numbers.number(value) for value in (decision.speedup_before, decision.speedup_after)]
+    speedups = [_speedup(value) for value in (decision.speedup_before, decision.speedup_after)]
     worth = f", speedup {speedups[1]}" if before == after else f", speedup {speedups[0]} -> {speedups[1]}"
     note = f"; {plain(decision.note)}" if decision.note else ""
     return f"{moment(decision.at)}  round {decision.round} ({plain(decision.trigger)}): {what}{worth}{note}"
@@ -191,10 +219,10 @@ def decision_lines(job: JobDetail) -> Iterator[RenderableType]:
     yield Text(decision_line(decision))
     details = []
     if decision.fitness is not None:
-        bound = "" if decision.upper_bound is None else f", at most {numbers.number(decision.upper_bound)}"
-        details.append(f"the cluster's fitness {numbers.number(decision.fitness)}{bound}")
-    if decision.move_factor is not None:
-        details.append(f"a change would cost a factor of {numbers.number(decision.move_factor)}")
+        bound = "" if decision.upper_bound is None else f", where at most {_speedup(decision.upper_bound)} is possible"
+        details.append(f"all jobs together have a mean speedup of {_speedup(decision.fitness)}{bound}")
+    if decision.move_factor is not None and decision.move_factor < 1:
+        details.append(f"any change would cost it {numbers.share(1 - decision.move_factor)} of its speedup")
     if details:
         yield Text("; ".join(details))
     table = speedup_table(decision)
@@ -202,11 +230,14 @@ def decision_lines(job: JobDetail) -> Iterator[RenderableType]:
         yield table
 
 
-def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False, phase: str = "") -> Table:
+def resize_table(
+    resizes: Sequence[JobResize], restarts: Sequence[JobRestart] = (), *, is_over: bool = False, phase: str = ""
+) -> Table:
     """The last one may be under way; those before it, or of a job that is over, never came to their end."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("at", "from", "to", "took"):
-        table.add_column(name, justify="right" if name == "took" else "left")
+    for name in ("at", "from", "to", "took", *(["why"] if restarts else [])):
+        table.add_column(name, justify="right" if name == "took" else "left", no_wrap=name == "took")
+    rows: list[tuple[float, list[Text]]] = []
     for index, resize in enumerate(resizes, start=1):
         texts = [
             ", ".join(f"{plain(node)}:{count}" for node, count in shares) or "-"
@@ -216,8 +247,16 @@ def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False, phase: 
         if resize.took_s is None:
             last = "never finished" if is_over else phase or "under way"
             took = "replaced by the next" if index < len(resizes) else last
-        table.add_row(moment(resize.at), *map(Text, texts), Text(took))
+        rows.append((resize.at, [*map(Text, texts), Text(took)]))
+    for restart in restarts:
+        rows.append((restart.at, [Text(""), Text(""), Text(numbers.duration(restart.pause_s)), _text(restart.words)]))
+    for at, cells in sorted(rows, key=lambda row: row[0]):
+        table.add_row(moment(at), *cells)
     return table
+
+
+def _text(words: str) -> Text:
+    return Text(plain(words))
 
 
 def replica_table(replicas: Sequence[Replica]) -> Table:
@@ -233,11 +272,16 @@ def replica_table(replicas: Sequence[Replica]) -> Table:
 def history_lines(job: JobDetail) -> list[str]:
     """The last states it came to and the last decisions of its training, by time."""
     entries = [
-        (t.at, f"{t.source} -> {t.target}" + (f"  {plain(t.reason)}" if t.reason else ""))
+        (t.at, _move(t.source, t.target) + (f"  {plain(t.reason)}" if t.reason else ""))
         for t in job.transitions[-MAX_HISTORY_LINES:]
     ]
     entries += [(note.at, f"training  {plain(note.text)}") for note in job.training_notes[-MAX_HISTORY_LINES:]]
     return [f"{moment(at)}  {what}" for at, what in sorted(entries, key=lambda entry: entry[0])]
+
+
+def _move(source: str, target: str) -> str:
+    """What happened to a job that stayed in its state is a note."""
+    return f"{source} -> {target}" if source != target else f"while {source}"
 
 
 def phase_text(job: JobDetail, now: float) -> str:
@@ -248,11 +292,17 @@ def phase_text(job: JobDetail, now: float) -> str:
 
 
 def lost_text(job: JobDetail) -> str:
-    times = "once" if job.num_resizes == 1 else f"{job.num_resizes} times"
-    done = f"resized {times}" if job.num_resizes else "never resized"
+    num_resizes = sum(bool(resize.before) for resize in job.resizes)  # the others are starts
+    done = f"resized {_times(num_resizes)}" if num_resizes else "never resized"
+    if job.restarts:
+        done = f"{done}, started again {_times(len(job.restarts))} after a crash"
     if job.lost_s is None:
         return done
     return f"{done}; {numbers.duration(job.lost_s)} lost, {numbers.share(job.lost_share)} of its time"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _fact_table(rows: Iterator[tuple[str, str]]) -> Table:
@@ -285,13 +335,16 @@ def description(job: JobDetail, now: float) -> Group:
     if job.kind in RESIZED and (job.models or job.state not in FINAL_STATES):
         section("Performance model", Text("\n".join(model_lines(job.models))))
     section("Last decision", *decision_lines(job))
-    if job.decisions:
-        section("Decisions that changed it", Text("\n".join(map(decision_line, job.decisions))))
-    if job.resizes:
+    reasons = [f"          {plain(job.why)}"] if job.why else []
+    if job.decisions or reasons:
+        section("Decisions that changed it", Text("\n".join([*map(decision_line, job.decisions), *reasons])))
+    if job.resizes or job.restarts:
         section(
             "Starts and resizes",
             Text(lost_text(job)),
-            resize_table(job.resizes, is_over=job.state in FINAL_STATES, phase=plain(phase_text(job, now))),
+            resize_table(
+                job.resizes, job.restarts, is_over=job.state in FINAL_STATES, phase=plain(phase_text(job, now))
+            ),
         )
     if job.replicas:
         section("Replicas", replica_table(job.replicas))

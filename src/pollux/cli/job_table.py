@@ -77,6 +77,14 @@ def deadline(view: JobSummary, now: float) -> str:
     return f"in {numbers.duration(left_s)}" if left_s >= 0 else f"{numbers.duration(-left_s)} late"
 
 
+def metric(view: JobSummary) -> str:
+    """The number that it logs, with its name: ``loss 0.31``."""
+    if not view.metric_name:
+        return numbers.UNKNOWN
+    value = view.metric if isinstance(view.metric, str) else numbers.number(view.metric)
+    return f"{plain(view.metric_name)[:_LONGEST_METRIC]} {value}"
+
+
 _Column = tuple[str, Literal["left", "right"], Callable[[JobSummary, float], str]]
 COLUMNS: tuple[_Column, ...] = (
     ("replicas", "right", lambda view, now: replicas(view)),
@@ -85,10 +93,13 @@ COLUMNS: tuple[_Column, ...] = (
     ("efficiency", "right", lambda view, now: numbers.share(view.efficiency)),
     ("goodput", "right", lambda view, now: numbers.rate(view.goodput)),
     ("progress", "right", lambda view, now: numbers.share(view.progress)),
+    ("left", "right", lambda view, now: numbers.duration(view.remaining_s)),
     ("age", "right", lambda view, now: numbers.duration(age_s(view, now))),
 )
 _DEADLINE: _Column = ("deadline", "right", lambda view, now: deadline(view, now))
-_LEFT_OUT_IN_TURN = ("noise scale", "efficiency", "age", "batch", "goodput")  # where the terminal is too narrow
+_METRIC: _Column = ("metric", "right", lambda view, now: metric(view))
+_LEFT_OUT_IN_TURN = ("noise scale", "efficiency", "metric", "age", "batch", "left", "goodput")  # in a narrow terminal
+_LONGEST_METRIC = 16
 _SHORTEST_NAME, _SHORTEST_REASON = 16, 12
 _GAP = 2
 
@@ -135,7 +146,11 @@ def job_table(
 
 def _fitting(views: Sequence[JobSummary], now: float, width: int | None, *, has_marks: bool) -> list[_Column]:
     """As many columns as there is room for beside names and reasons, which give way to a certain point."""
-    columns = [*COLUMNS, *([_DEADLINE] if any(view.deadline_at is not None for view in views) else [])]
+    columns = list(COLUMNS)
+    if any(view.metric_name for view in views):
+        columns.insert(-1, _METRIC)  # before the age
+    if any(view.deadline_at is not None for view in views):
+        columns.append(_DEADLINE)
     if width is None:
         return columns
 

@@ -256,7 +256,7 @@ def status_lines(cluster: ClusterSummary) -> list[tuple[str, str]]:
     jobs = cluster.jobs
     counts = ", ".join(f"{jobs[state]} {state}" for state in STATES if jobs.get(state))
     slots = f"{cluster.num_used_slots} of {cluster.num_slots} used"
-    took_s = cluster.last_decision_s
+    took_s, lost = cluster.last_decision_s, numbers.share(cluster.lost_share)
     rounds = numbers.plural(cluster.num_rounds, "decision")
     return [
         ("version", f"{cluster.version}, engine {cluster.engine}, policy {cluster.policy}"),
@@ -266,7 +266,7 @@ def status_lines(cluster: ClusterSummary) -> list[tuple[str, str]]:
         *(("warning", plain(words)) for words in cluster.warnings),
         ("jobs", counts or "none"),
         ("rounds", f"{rounds}, the last in {numbers.duration(took_s)}; at least every {cluster.interval_s:g}s"),
-        ("lost", f"{numbers.share(cluster.lost_share)} of the running jobs' time, to resizes and restarts"),
+        ("lost", f"{lost} of the running jobs' time, to resizes, restarts and work trained again"),
         *sizing_lines(cluster.sizing),
         ("data", cluster.data_directory),
     ]

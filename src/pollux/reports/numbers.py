@@ -18,11 +18,11 @@ def _is_number(value: float | None) -> bool:
 
 
 def duration(seconds: float | None) -> str:
-    """At most two units: ``85µs``, ``1.3ms``, ``0.42s``, ``7.5s``, ``1m05s``, ``2h03m``, ``3d04h``."""
+    """At most two units: ``85µs``, ``1.3ms``, ``0.42s``, ``7.5s``, ``1m05s``, ``2h03m``, ``3d04h``; below 1µs 0."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
-    if seconds < 0:
-        return "0s"  # clocks of two machines
+    if seconds < 1e-6:
+        return "0s"  # below 0 by clocks of two machines
     if 0 < seconds < 0.0995:
         return f"{number(seconds * 1e3)}ms" if seconds >= 0.9995e-3 else f"{number(seconds * 1e6)}µs"
     if seconds < 9.95:

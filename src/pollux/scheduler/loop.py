@@ -327,8 +327,7 @@ class Scheduler:
             case ResizeFailed():
                 self._give_up_resize(record, event, now)
             case JobHurt(reason=reason):
-                record.num_crashes += 1
-                record.note(now, reason)
+                record.hurt(now, reason)
                 self._store.save_job(record)
             case JobLost(reason=reason, is_halted=is_halted) if record.state.holds_slots:
                 record.lose(reason if is_halted else "")
@@ -348,8 +347,7 @@ class Scheduler:
         if record.stops_as.is_final:
             self._end(record, record.stops_as, now, record.stop_reason)
         else:
-            record.allocation = record.leaving = NO_ALLOCATION
-            record.move(JobState.PENDING, now, reason)
+            record.wait_again(now, reason)
             self._store.save_job(record)
         self.reconsider("loss")
 
@@ -435,6 +433,8 @@ class Scheduler:
             if is_news and self.config.decides_on_models:
                 self.reconsider("model")
         record.take(report)
+        if record.follow(report, now):
+            self._store.save_job(record)
         if report.batch is not None and report.batch != record.spec.batch:
             record.spec = dataclasses.replace(record.spec, batch=report.batch)
             self._store.save_job(record)

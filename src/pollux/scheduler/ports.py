@@ -148,6 +148,12 @@ class JobReport:
     total_batch: int | None = None
     throughput: float | None = None  # examples per second
     batch: BatchLimits | None = None  # which batch sizes its script allows
+    at: float | None = None  # when it came; None: nothing follows from when
+    replica: str = ""  # that told it
+    generation: int = 0
+    num_steps: int | None = None
+    stalled_s: float = 0.0  # in resizes, since the job began
+    resumed_at: int | None = None  # the step of the checkpoint that it has just gone on from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

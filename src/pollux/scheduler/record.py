@@ -10,6 +10,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition, check_transition
 from pollux.scheduler.ports import Command, JobReport, ResizeJob, StartJob, TuneJob
 from pollux.scheduler.reconcile import together
+from pollux.scheduler.setbacks import KEPT, Break, Setback, Told, setback_between
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Plan
 
 _HISTORY_LENGTH = 64  # transitions kept for an error message; a job makes a few per resize
@@ -49,6 +50,11 @@ class JobRecord:
     history: list[Transition] = field(default_factory=list)
     unfit_types: dict[str, str] = field(default_factory=dict)  # where it ran out of device memory, and how
     halted: str = ""  # why it waits for a release
+    told: Told | None = None  # by its last report
+    broken: Break | None = None  # a crash after which it has not told anything yet
+    setbacks: list[Setback] = field(default_factory=list)  # the last ones
+    num_setbacks: int = 0
+    set_back_s: float = 0.0  # what all of them cost, of the time in which it held slots
 
     @property
     def name(self) -> str:
@@ -101,6 +107,47 @@ class JobRecord:
             self.progress = report.progress
         if report.total_batch is not None:
             self.total_batch = report.total_batch
+
+    def hurt(self, now: float, reason: str) -> None:
+        """Some of its processes crashed; it keeps its slots."""
+        self.num_crashes += 1
+        self.broken = Break(at=now, cause=reason, keeps_slots=True)
+        self.note(now, reason)
+
+    def wait_again(self, now: float, reason: str) -> None:
+        """It has lost its slots, and what it did since its last checkpoint."""
+        self.allocation = self.leaving = NO_ALLOCATION
+        self.broken = Break(at=now, cause=reason.partition("\n")[0], keeps_slots=False)
+        self.move(JobState.PENDING, now, reason)
+
+    def follow(self, report: JobReport, now: float) -> bool:
+        """Whether it was started again since it reported last, and is set back by that."""
+        told, before = Told.of(report), self.told
+        if told is None or (before is not None and told.at <= before.at):
+            return False  # seen already: a restarted server reads the last ones again
+        self.told, broken = told, self.broken
+        if before is None or (broken is not None and told.at <= broken.at):
+            return False
+        if broken is None and told.replica == before.replica:
+            return False
+        found = setback_between(before, told, report.resumed_at, broken or self._unseen_break(before.at))
+        if found is not None or told.generation != before.generation:
+            self.broken = None
+        if found is None or (broken is None and not found.num_steps):
+            return False  # others went on, or it was started again from where it had been stopped
+        self.num_setbacks += 1
+        self.set_back_s += found.lost_s
+        self.setbacks.append(found)
+        del self.setbacks[:-KEPT]
+        again = f"; about {found.num_steps} steps are trained again" if found.num_steps else ""
+        self.note(now, f"started again from step {found.step}{again}")
+        return True
+
+    def _unseen_break(self, since: float) -> Break:
+        """Of replicas that were replaced although no crash was told; a stop and a resize are in the history."""
+        moves = [change for change in self.history if change.at >= since and change.source is not change.target]
+        cause = next((change.reason for change in moves), "its replicas were lost")
+        return Break(at=moves[0].at if moves else since, cause=cause, keeps_slots=not moves)
 
     def lose(self, halted: str = "") -> None:
         """The engine has nothing of it any more. ``halted``: why it must not start again before it is released."""

@@ -577,8 +577,9 @@ class Run:
         """The run's state, made when the loop begins."""
         if self._session.state is None:
             if self._loader is None or self._tuner is None or self._trainees is None:
-                missing = "dataloader" if self._loader is None else "prepare"
-                raise InvalidValueError(f"call run.{missing}(...) before the loop")
+                raise InvalidValueError(
+                    f"call run.{'prepare' if self._loader is not None else 'dataloader'}(...) before the loop"
+                )
             if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
                 self._trainees.follow(rule)
             self._tuner.bound_total(self._trainees.most_of(self._tuner.limits))

@@ -190,7 +190,7 @@ def test_an_elastic_job_is_explained(data: Path, tmp_path: Path) -> None:
         job = read("describe", name)
         assert job["kind"] == "elastic"
         shown = pollux("describe", name)
-        for part in ("a pass takes", "per example", "goodput", "speedup", "Last decision", "Replicas", "loss"):
+        for part in ("a pass takes", "for each example", "goodput", "speedup", "Last decision", "Replicas", "loss"):
             assert part in shown, part
 
         def is_shown() -> bool:

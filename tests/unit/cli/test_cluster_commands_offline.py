@@ -70,6 +70,7 @@ VIEW: dict[str, Any] = {
     "efficiency": 0.83,
     "goodput": 12345.0,
     "progress": 0.42,
+    "remaining_s": 65.0,
 }
 
 
@@ -93,7 +94,8 @@ def detail(**changes: Any) -> JobDetail:
     }
     options = {"option_replicas": [1, 2, 4], "option_speedups": [1.0, 1.7, None]}
     params = {"alpha_g": 0.01, "beta_g": 1e-3, "alpha_n": 1e-8, "beta_n": 1e-8, "alpha_r": 0.02, "beta_r": 0.001}
-    model = {"params": {**params, "gamma": 2.0}, "num_configurations": 3, "max_replicas": 2, "rmsle": 0.03}
+    model = {"params": {**params, "gamma": 2.0}, "num_configurations": 3, "max_replicas": 2}
+    model = {**model, "max_on_a_node": 2, "max_nodes": 1, "rmsle": 0.03}
     known = {
         **VIEW,
         "kind": "elastic",
@@ -152,6 +154,7 @@ def text_of(renderable: Any, width: int = 200) -> str:
         (None, "-"),
         (float("nan"), "-"),
         (-3, "0s"),
+        (2.6e-8, "0s"),
         (0, "0s"),
         (0.0123, "12.3ms"),
         (8.5e-5, "85µs"),
@@ -200,10 +203,37 @@ def test_shares_and_rates() -> None:
 def test_the_job_table_has_a_row_per_job_and_all_columns() -> None:
     text = text_of(job_table([view(), view(name="b", state="pending", num_replicas=0, reason="waiting for a")], 160.0))
     header, first, second = text.splitlines()
-    for name in ("job", "state", "replicas", "batch", "noise scale", "efficiency", "goodput", "progress", "age"):
+    for name in (
+        "job",
+        "state",
+        "replicas",
+        "batch",
+        "noise scale",
+        "efficiency",
+        "goodput",
+        "progress",
+        "left",
+        "age",
+    ):
         assert name in header
-    assert first.split() == ["gpt", "running", "2", "256", "=", "2×64×2", "1234", "83%", "12.3k/s", "42%", "1m00s"]
+    assert "metric" not in header
+    numbers_of_it = ["2", "256", "=", "2×64×2", "1234", "83%", "12.3k/s", "42%", "1m05s", "1m00s"]
+    assert first.split() == ["gpt", "running", *numbers_of_it]
     assert "waiting for a" in second
+
+
+def test_the_metric_that_a_script_logs_has_a_column_where_there_is_room() -> None:
+    views = [
+        view(metric_name="val_loss", metric=0.31234),
+        view(name="b", metric_name="loss", metric="nan"),
+        view(name="c"),
+    ]
+    header, *rows = text_of(job_table(views, 160.0, width=140)).splitlines()
+    assert header.split()[-3:] == ["left", "metric", "age"]
+    cells = [row.split()[-3:-1] for row in rows]
+    assert cells == [["val_loss", "0.312"], ["loss", "nan"], ["1m05s", "-"]]
+    narrow = text_of(job_table(views, 160.0, width=80)).splitlines()[0].split()
+    assert "metric" not in narrow and {"progress", "left", "goodput"} <= set(narrow)
 
 
 def test_what_a_job_wrote_is_text_and_moves_no_cursor() -> None:
@@ -245,20 +275,34 @@ def test_a_description_says_why() -> None:
         "python 'my train.py'",
         "elastic, replicas 1 or more, may be preempted",
         "2 replicas: 2 on a",
-        "epoch 3, 900 steps, about 1m05s left",
+        "42%, 900 steps, 3 passes over the data, about 1m05s left",
         "accuracy 0.912346",
-        "a pass takes 10ms and 1ms per example",
-        "gradients of 2 replicas on one node take 20ms",
-        "from 3 configurations, up to 2 replicas, off by a factor of 1.03",
+        "a pass takes 10ms and 1ms for each example",
+        "exchanging gradients between 2 replicas on one node: 20ms, and 1ms for each further one",
+        "on cpu, measured in 3 setups with up to 2 replicas; its predictions are 3.0% off",
         "256: 64 per device, 2 passes a step",
         "round 7 (job ended): 1 -> 2 replicas, speedup 0.9 -> 1.7",
-        "fitness 1.5, at most 1.6",
+        "all jobs together have a mean speedup of 1.5, where at most 1.6 is possible",
         "1.0s lost, 2.0% of its time",
         "pending -> starting  start on a",
         "/w/logs",
     ):
         assert part in text, part
-    assert "across nodes" not in text  # nothing is known of that
+    assert "exchanging gradients between 2 replicas across nodes: not measured yet" in text
+    assert "alpha" not in text and "γ" not in text and "factor of" not in text  # that is for --json
+
+
+def test_what_takes_no_time_is_not_told_in_millionths() -> None:
+    models = {"cpu": {"params": {"alpha_g": 2.58e-8, "beta_g": 1.26e-3, "gamma": 1.0}, "num_configurations": 1}}
+    text = text_of(description(detail(models=models), 160.0))
+    assert "a pass takes 1.26ms for each example" in text and "overlap" not in text
+    assert "on one node: not measured yet" in text
+
+
+def test_why_it_has_its_slots_stands_below_the_change() -> None:
+    lines = text_of(description(detail(why="a gave 1 slot to gpt"), 160.0)).splitlines()
+    _, change, why, *_ = lines[lines.index("Decisions that changed it") :]
+    assert "1 -> 2 replicas" in change and why.strip() == "a gave 1 slot to gpt"
 
 
 def test_the_chosen_speedup_is_marked() -> None:
@@ -275,6 +319,19 @@ def test_only_a_resize_that_can_still_end_is_under_way() -> None:
     assert text_of(description(detail(resizes=resizes), 200.0)).count("under way") == 1
     over = detail(resizes=resizes, state="succeeded", finished_at=150.0)
     assert "under way" not in text_of(description(over, 200.0))
+
+
+def test_a_restart_after_a_crash_is_listed_with_what_it_cost() -> None:
+    words = "gpt-0 was killed by SIGKILL; started again from step 542 after 5.0s; about 270 steps (27s) trained again"
+    restart = {"at": 130.0, "pause_s": 5.0, "step": 542, "words": words}
+    told = {"at": 130.0, "source": "running", "target": "running", "reason": "gpt-0 was killed by SIGKILL"}
+    lost = {"resizes": [{"at": 101.0, "after": [["a", 2]], "took_s": 3.0}], "lost_s": 32.2, "lost_share": 0.3}
+    text = text_of(description(detail(restarts=[restart], transitions=[told], **lost), 200.0))
+    assert "never resized, started again once after a crash; 32s lost, 30% of its time" in text
+    (row,) = [line for line in text.splitlines() if words in line]
+    assert "5.0s  gpt-0 was killed" in row
+    assert "while running  gpt-0 was killed by SIGKILL" in text and "running -> running" not in text
+    assert "started again" not in text_of(description(detail(), 200.0))
 
 
 def test_a_resize_under_way_says_what_it_waits_for_and_since_when() -> None:
@@ -305,6 +362,17 @@ def test_what_training_decided_is_told_among_the_states() -> None:
     lines = [line.split("  ", 2)[2].strip() for line in text.partition("History\n")[2].splitlines()]
     training = [f"training  step {n}: batch 64 -> 32" for n in range(10, 20)]
     assert lines == ["pending -> starting  1 replica", *training, "running -> resizing  1 -> 2 replicas"]
+
+
+def test_a_script_that_logs_nothing_is_told_how() -> None:
+    def told(**changes: Any) -> bool:
+        text = text_of(description(detail(metrics={}, **changes), 160.0))
+        return "metrics      no metric: call run.log(loss=...) in the script" in text
+
+    assert told(started_at=101.0, reported_at=150.0)
+    assert not told(started_at=101.0, reported_at=120.0)  # its first epoch may not be over
+    assert not told(kind="restartable")
+    assert "no metric" not in text_of(description(detail(), 160.0))
 
 
 def test_a_failure_comes_with_its_traceback() -> None:

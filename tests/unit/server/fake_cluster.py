@@ -144,12 +144,18 @@ class FakeCluster:
             **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
             request=self.requests[name].to_dict(),
             failure="",
-            models={"cpu": FittedModel(params=params, num_configurations=1, max_replicas=1, rmsle=None)},
+            models={
+                "cpu": FittedModel(
+                    params=params, num_configurations=1, max_replicas=1, max_on_a_node=1, max_nodes=1, rmsle=None
+                )
+            },
             decision=None,
             decisions=(),
+            why="",
             transitions=(StateChange(at=1.0, source="pending", target="starting", reason=""),),
             training_notes=(TrainingNote(id=1, at=2.0, text="step 9: batch 32 -> 64"),),
             resizes=(),
+            restarts=(),
             replicas=(),
             idle="",
             energy_j=None,

@@ -32,7 +32,8 @@ import {Tabs} from "./tabs.js";
 const EVERY_MS = 2000,
   RETRY_MS = 10000,
   MODEL_EVERY_MS = 8000,
-  FORECAST_EVERY_MS = 20000;
+  FORECAST_EVERY_MS = 20000,
+  SILENT_S = 30; // of reports without a metric
 
 /* Facts with their names; made once, then only their text is set. Null: a fact that this job does not have. */
 class Facts {
@@ -115,6 +116,9 @@ const decisionTable = () =>
     empty: "No decision has changed it.",
   });
 
+/* Not a note of what happened to it while it stayed in its state. */
+const isMove = one => Boolean(one.target) && one.source !== one.target;
+
 /* States it came to, and what its training decided (which has no target). */
 const historyTable = () =>
   new DataTable({
@@ -124,12 +128,12 @@ const historyTable = () =>
         key: "change",
         label: "What",
         class: "left",
-        mark: one => one.target ?? "training",
-        cell: one => (one.target ? stateChip(one.target) : "training"),
+        mark: one => (isMove(one) ? one.target : one.source ?? "training"),
+        cell: one => (isMove(one) ? stateChip(one.target) : one.target ? `while ${one.source}` : "training"),
       },
       {key: "reason", label: "Why", class: "left words", cell: one => one.reason.replaceAll("->", "→")},
     ],
-    keyOf: one => (one.target ? `${one.at}/${one.source}/${one.target}` : `training/${one.id}`),
+    keyOf: one => (one.target ? `${one.at}/${one.source}/${one.target}/${one.reason}` : `training/${one.id}`),
     step: 20,
     label: "History",
     empty: "Nothing has happened yet.",
@@ -139,11 +143,12 @@ const resizeTable = () =>
   new DataTable({
     columns: [
       {key: "at", label: "When", cell: one => time(one.at)},
-      {key: "before", label: "From", class: "left words", cell: one => nodesIn(one.before)},
-      {key: "after", label: "To", class: "left words", cell: one => nodesIn(one.after)},
+      {key: "before", label: "From", class: "left words", cell: one => (one.words ? "" : nodesIn(one.before))},
+      {key: "after", label: "To", class: "left words", cell: one => (one.words ? "" : nodesIn(one.after))},
       {key: "took", label: "Took", cell: one => (one.took_s === null ? one.instead : duration(one.took_s))},
+      {key: "why", label: "Why", class: "left words", cell: one => one.words ?? ""},
     ],
-    keyOf: one => one.generation,
+    keyOf: one => one.generation ?? `restart/${one.at}`,
     step: 20,
     label: "Resizes",
     empty: "It was never started.",
@@ -162,7 +167,9 @@ export function jobPage({name, query, go}) {
     bar = h("span"),
     reason = h("p", {class: "reason"}),
     forecast = h("p", {class: "forecast", hidden: true}),
+    whySlots = h("p", {class: "reason", hidden: true}),
     failure = h("pre", {class: "failure", hidden: true});
+  const noMetric = h("p", {class: "reason", hidden: true}, "No metric: call run.log(loss=...) in the script.");
   const command = h("code", {class: "command"}),
     facts = new Facts(),
     figures = jobFigures(),
@@ -188,8 +195,8 @@ export function jobPage({name, query, go}) {
   const tabs = new Tabs({
     label: `Parts of ${name}`,
     parts: [
-      ["overview", "Overview", facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
-      ["metrics", "Metrics", h("div", {class: "grid charts"}, figures.metrics)],
+      ["overview", "Overview", whySlots, facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
+      ["metrics", "Metrics", noMetric, h("div", {class: "grid charts"}, figures.metrics)],
       ["model", "Model", h("div", {class: "grid charts"}, figures.model)],
       ["logs", "Logs", logs.element],
       [
@@ -333,7 +340,7 @@ export function jobPage({name, query, go}) {
       ["Efficiency", share(job.efficiency)],
       ["Throughput", job.throughput === null ? DASH : `${number(job.throughput)}/s`, "Examples per second"],
       ["Goodput", job.goodput === null ? DASH : `${number(job.goodput)}/s`, "Useful examples per second"],
-      ["Epoch", number(job.epoch)],
+      ["Passes over the data", number(job.epoch), "An epoch of run.epochs may take several at a larger batch"],
       ["Time left", duration(job.remaining_s)],
       ["Running for", duration(lasted)],
       ["Submitted", time(job.submitted_at)],
@@ -348,7 +355,7 @@ export function jobPage({name, query, go}) {
         detail
           ? `${duration(detail.lost_s)}${detail.lost_share === null ? "" : ` (${share(detail.lost_share)})`}`
           : DASH,
-        "To resizes and restarts; the first start does not count",
+        "To resizes, restarts and work that was trained again; the first start does not count",
       ],
       [
         "Energy",
@@ -367,6 +374,10 @@ export function jobPage({name, query, go}) {
       detail.command?.length ? `${detail.cwd ? `${detail.cwd} $ ` : "$ "}${detail.command.map(quoted).join(" ")}` : "",
     );
     again.hidden = !detail.request?.command;
+    const decided = detail.decisions.at(-1),
+      when = decided ? `, since ${time(decided.at)}` : "";
+    setText(whySlots, detail.why ? `Why ${plural(detail.num_replicas, "slot")}${when}: ${detail.why}.` : "");
+    whySlots.hidden = !detail.why;
     failure.hidden = !detail.failure;
     setText(failure, detail.failure);
     replicas.update(detail.replicas);
@@ -375,7 +386,9 @@ export function jobPage({name, query, go}) {
     history.update(newestFirst([...detail.transitions, ...told].sort((a, b) => a.at - b.at)));
     const last = FINAL.has(detail.state) ? "never finished" : phaseText(known()) || "under way";
     const begun = newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation);
-    resizes.update(begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last})));
+    const shown = begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last}));
+    const restarts = detail.restarts.map(({at, pause_s, words}) => ({at, took_s: pause_s, words}));
+    resizes.update([...shown, ...restarts].sort((a, b) => b.at - a.at));
   }
 
   let timer = null,
@@ -402,6 +415,8 @@ export function jobPage({name, query, go}) {
       for (const key of ["metrics", "model"]) tabs.setHidden(key, isSilent);
       figures.setHidden(isSilent);
       figures.updateCurves(curves);
+      const told = curves.at.length ? curves.at.at(-1) - curves.at[0] : 0;
+      noMetric.hidden = found.kind !== "elastic" || Object.keys(curves.metrics).length > 0 || told < SILENT_S;
       if (model) {
         modelAt = performance.now();
         figures.updateModel(model);

@@ -346,7 +346,7 @@ function drawSpeedup(figure, told) {
       }),
     },
     index >= 0
-      ? `${plural(told.chosen, "replica")} → ${number(told.speedup[index])}`
+      ? `chosen: ${plural(told.chosen, "replica")}, speedup ${number(told.speedup[index])}`
       : told.chosen === 0
         ? "chosen: none now"
         : "",

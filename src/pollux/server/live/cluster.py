@@ -369,7 +369,7 @@ class Cluster:
         for record in records:
             for kept in store.reports(record.name, limit=num_reports):
                 self._jobs.take_report(kept, kept.at)
-                self._inbox.replay(kept)
+                self._inbox.replay(kept.at, kept)
         recorder.resume(records)
         self._meter.resume(records)
         first_day = date.fromtimestamp((now := self._clock.now()) - NUM_HALF_LIVES * HALF_LIFE_S).isoformat()

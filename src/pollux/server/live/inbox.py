@@ -7,6 +7,7 @@ HTTP threads put reports in; the scheduler thread takes them out.
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from pollux.types import Node
 
 MAX_WAITING_BYTES = 32_000_000  # of reports, as JSON; the oldest go if the database is away for long
 OVERHEAD_BYTES = 1000  # that a report counts beside its own
+# What a run notes of where it goes on (train/handover.py).
+_RESUMED = re.compile(r"step (\d{1,18}): (?:goes on from a checkpoint|begins anew)")
 Unsaved = tuple[float, Report]  # when it came, and the report
 _T = TypeVar("_T")
 
@@ -55,7 +58,7 @@ class _Waiting(Generic[_T]):
 class Inbox:
     def __init__(self, engine: LiveEngine, jobs: JobTable) -> None:
         self._engine, self._jobs = engine, jobs
-        self._unseen = _Waiting[Report]()
+        self._unseen = _Waiting[Unsaved]()
         self._unsaved = _Waiting[Unsaved]()
         self._turn = threading.Lock()
         self._restarts = Restarts(self._is_restartable, self._replicas_of, time.monotonic)
@@ -72,13 +75,13 @@ class Inbox:
         """Whether the scheduler thread should be woken: it is the first report since it looked."""
         with self._turn:
             self._unsaved.add([((at, report), num_bytes)])
-            self._unseen.add([(report, num_bytes)])
+            self._unseen.add([((at, report), num_bytes)])
             return len(self._unseen) == 1
 
-    def replay(self, report: Report) -> None:
+    def replay(self, at: float, report: Report) -> None:
         """Show the scheduler a report that is in the database already."""
         with self._turn:
-            self._unseen.add([(report, 0)])
+            self._unseen.add([((at, report), 0)])
 
     def take_unsaved(self) -> list[tuple[Unsaved, int]]:
         """Each with its bytes."""
@@ -108,12 +111,12 @@ class Inbox:
 
     def poll(self) -> Sequence[Event]:
         with self._turn:
-            reports = [report for report, _ in self._unseen.take()]
+            reports = [entry for entry, _ in self._unseen.take()]
         types = {node.accelerator for node in self._engine.nodes()}
         # The cluster's own name for the type is the one to plan with; torch may know the device by another.
         known = types.pop() if len(types) == 1 else None
-        told = [self._judged(event) for event in self._restarts.pass_on(self._engine.poll(), reports)]
-        return [*told, *(_to_event(report, known) for report in reports)]
+        events = self._restarts.pass_on(self._engine.poll(), [report for _, report in reports])
+        return [*map(self._judged, events), *(_to_event(at, report, known) for at, report in reports)]
 
     def _judged(self, event: Event) -> Event:
         """A job that can use none of its checkpoints is not over: its owner can mend them, or let it begin anew.
@@ -132,7 +135,12 @@ class Inbox:
         return JobLost(job=event.job, reason=f"{why}\n{event.reason}", is_halted=True)
 
 
-def _to_event(report: Report, accelerator: str | None) -> JobReport:
+def _resumed_at(report: Report) -> int | None:
+    found = next((match for note in reversed(report.notes) if (match := _RESUMED.match(note))), None)
+    return None if found is None else int(found[1])
+
+
+def _to_event(at: float, report: Report, accelerator: str | None) -> JobReport:
     return JobReport(
         job=report.job,
         accelerator=accelerator or report.accelerator,
@@ -144,4 +152,10 @@ def _to_event(report: Report, accelerator: str | None) -> JobReport:
         total_batch=report.total_batch,
         throughput=report.throughput,
         batch=report.batch,
+        at=at,
+        replica=report.replica or "",
+        generation=report.generation,
+        num_steps=report.num_steps,
+        stalled_s=report.stalled_s,
+        resumed_at=_resumed_at(report),
     )

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Iterable
 
 from pollux.api.round import Decision, DecisionWithOptions
+from pollux.errors import UnknownNameError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.live.job_table import NUM_CHANGES, Decided
 from pollux.server.live.state import ClusterState
+from pollux.server.present.explanations import changes_of, explain_job
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import decision_view, decision_with_options
 from pollux.server.storage.records import StoredRound
@@ -35,6 +37,7 @@ class DecisionLog:
     def __init__(self, store: SqlStore, state: ClusterState) -> None:
         self._store, self._state = store, state
         self._first_id = 0  # of the rounds that this server makes
+        self._told: dict[str, tuple[int, str]] = {}  # of jobs that were asked about: a round, and what it said of them
 
     def recall(self) -> None:
         """Remember the last rounds of the server before."""
@@ -69,6 +72,21 @@ class DecisionLog:
             return own
         earlier = (decision_view(found.decision, found.round, found.id) for found in self._earlier(name))
         return (*earlier, *own)[-NUM_CHANGES:]
+
+    def why(self, name: str) -> str:
+        """What was said of the decision that changed it last; empty: there was none, or it is not kept any more."""
+        changes = self.changes(name)
+        if not changes:
+            return ""
+        id_ = changes[-1].round
+        known = self._told.get(name)
+        if known is None or known[0] != id_:
+            try:
+                record = self._store.round(id_).record
+            except UnknownNameError:
+                return ""
+            known = self._told[name] = id_, explain_job(record, changes_of(record), name)
+        return known[1]
 
     def _earlier(self, name: str) -> list[Decided]:
         """Decisions of servers before that changed something for a job, as far as they are kept; oldest first.

@@ -16,6 +16,7 @@ from pollux.scheduler.record import Departure, Reallocation, RoundRecord
 from pollux.types import Allocation, JobDecision
 
 MAX_SENTENCES = 20
+MAX_OF_A_JOB = 3  # sentences
 _BARRED = {"drained": "drained", "released": "given back", "lost": "lost"}
 _NUM_NAMED = 4  # nodes in a sentence
 _LARGE = 10.0  # a fitness that grew by more than so many times is told as it is, not in percent
@@ -89,6 +90,15 @@ def explain(record: RoundRecord, changes: Sequence[Changed], *, max_sentences: i
         all_jobs = {change.job for change in changes} | {departure.job for departure in departures}
         told = [*shown, (f"and {_count(len(all_jobs - named), 'job')} more", frozenset())]
     return [*(sentence for sentence, _ in told), *([f"together: {gain}"] if gain else [])]
+
+
+def explain_job(record: RoundRecord, changes: Sequence[Changed], job: str) -> str:
+    """What a round changed for one job, and for whom: the sentences that name it; empty: it changed nothing of it."""
+    if all(change.job != job for change in changes):
+        return ""
+    told = _tell(list(changes), record.departures)
+    about = [sentence for sentence, names in told if job in names]
+    return "; ".join(about[:MAX_OF_A_JOB])
 
 
 def _tell(changes: list[Changed], departures: Sequence[Departure]) -> list[_Told]:

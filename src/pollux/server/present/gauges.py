@@ -19,6 +19,7 @@ from pollux.api.usage import UsageRow
 from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.node_types import Prices
 from pollux.scheduler.record import JobRecord
+from pollux.server.present.views import spent_s
 from pollux.types import Node
 
 REPORTED_AT = "pollux_job_report_timestamp_seconds"
@@ -110,6 +111,11 @@ JOB_GAUGES = (
         name="pollux_job_progress_ratio",
         help="Share of its work that a job has done.",
         read=_told("progress", needs_slots=False),
+    ),
+    JobGauge(
+        name="pollux_job_lost_seconds",
+        help="Time lost to resizes, to starts after the first, and to work that was trained again after crashes.",
+        read=lambda record, report: spent_s(record, report, record.accounted_at)[1],
     ),
 )
 

@@ -31,10 +31,11 @@ from pollux.server.live.clock import LiveClock
 from pollux.server.live.job_table import LiveJob
 from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.state import ClusterState
-from pollux.server.present.charts import job_curves, job_model, known_speedups, useful_slots
+from pollux.server.present.charts import job_curves, job_model, known_speedups, least_useful_slots, useful_slots
 from pollux.server.present.deadlines import deadline_in_words, spent_in_words
 from pollux.server.present.forecasts import free_slot_reasons, job_forecast, no_forecast
 from pollux.server.present.gauges import Measured
+from pollux.server.present.setbacks import job_restart
 from pollux.server.present.views import (
     Capacity,
     KnownJob,
@@ -144,9 +145,11 @@ class Queries:
             models={} if record is None else model_views(record),
             decision=self._decisions.last(name),
             decisions=self._decisions.changes(name),
+            why="" if record is None or not record.allocation else self._why(record),
             transitions=tuple(map(state_change, self._store.transitions(name))),
             training_notes=tuple(self._store.training_notes(name)),
             resizes=tuple(map(job_resize, self._store.resizes(name))),
+            restarts=() if record is None else tuple(map(job_restart, record.setbacks)),
             replicas=tuple(
                 Replica(
                     replica_id=replica.replica_id,
@@ -164,6 +167,19 @@ class Queries:
             log_directory=str(self.job_directory(name) / "logs"),
             versions=versions_in(stored.request or {}),
         )
+
+    def _why(self, record: JobRecord) -> str:
+        """It has what its last change gave it, or keeps what it has."""
+        job = self._jobs.get(record.name)
+        if told := self._decisions.why(record.name):
+            return told
+        if job is None or job.decided is None or job.decided.decision.has_changed:
+            return ""
+        speedups = job.decided.decision.option_speedups
+        count = record.allocation.num_replicas
+        is_best = len(speedups) > 0 and count < len(speedups) and speedups[count] >= speedups.max()
+        gain = "no other number of slots is worth more to it" if is_best else "others make more of the slots it lacks"
+        return f"keeps {count} slot{'s' * (count != 1)}: {gain}"
 
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:
         return self._store.reports(name, since, limit)
@@ -393,8 +409,7 @@ class Queries:
                 efficient, num_told = efficient + count * job.report.efficiency, num_told + count
             if job.request is not None and job.request.kind == "fixed":
                 continue  # what it does with its slots is not known
-            if job.decided is not None and (share := useful_slots(job.decided.decision, count)) is not None:
-                useful.append(share)
+            useful.append(least_useful_slots(None if job.decided is None else job.decided.decision, count))
         scheduler = self._state.scheduler
         node_s = {} if scheduler is None else scheduler.node_s
         sample = ClusterSample(

@@ -203,11 +203,11 @@ def _remaining_s(report: Report | None) -> float | None:
 
 
 def spent_s(record: JobRecord, report: Report | None, now: float) -> tuple[float, float]:
-    """Seconds in which the job held slots, and in how many of those it stood still."""
+    """Seconds in which the job held slots, and in how many of those it stood still, or trained what it had before."""
     running_s = record.attained_s
     if record.allocation and not record.state.is_final:
         running_s += max(now - record.accounted_at, 0.0)
-    return running_s, lost_time_s(list(record.history), report)
+    return running_s, lost_time_s(list(record.history), report) + record.set_back_s
 
 
 def lost_time_s(history: Sequence[Transition], report: Report | None) -> float:
@@ -323,16 +323,18 @@ def standing_in_words(standing: Standing | None) -> str:
 
 def model_views(record: JobRecord) -> dict[str, FittedModel]:
     """What was fitted to the job's measured speed, by accelerator."""
-    profile = record.knowledge.profile
-    return {
-        accelerator: FittedModel(
+    profile, views = record.knowledge.profile, {}
+    for accelerator, found in list(record.knowledge.fits.items()):
+        seen = list(profile.timings(accelerator))
+        views[accelerator] = FittedModel(
             params=found.params._asdict(),
-            num_configurations=len(profile.timings(accelerator)),
+            num_configurations=len(seen),
             max_replicas=profile.max_replicas,
+            max_on_a_node=max((one.num_replicas for one in seen if one.num_nodes == 1), default=0),
+            max_nodes=max((one.num_nodes for one in seen), default=0),
             rmsle=finite(found.rmsle_step),
         )
-        for accelerator, found in list(record.knowledge.fits.items())
-    }
+    return views
 
 
 def decision_view(decision: JobDecision, record: RoundRecord, id_: int) -> Decision:

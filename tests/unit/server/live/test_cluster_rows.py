@@ -9,6 +9,7 @@ import pytest
 
 from pollux.api.access import TeamChange, UserChange
 from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import JobHurt
 from pollux.server.present.views import headline_metric
 from tests.unit.server.live.world import World, report
 
@@ -124,3 +125,47 @@ def test_a_forecast_knows_shares_of_teams(world: World) -> None:
     assert world.cluster.queries.summary_of(small[1]).state == "pending"
     found = world.cluster.queries.forecast(small[1])
     assert found.low_s is None or found.low_s > 0.0, found.words
+
+
+# --- what a crash costs ----------------------------------------------------------------------------------------------
+
+
+def test_a_crash_is_listed_and_its_work_counts_as_lost(world: World) -> None:
+    name = world.submit(kind="elastic", max_replicas=1, name="one")
+    world.until_state(name, "running")
+    known = {"total_batch": 32, "throughput": 320.0, "stalled_s": 0.0}
+    tell(world, name, replica="one-0", num_steps=814, **known)
+    world.until(lambda: world.cluster._state.records[name].told, "the report is seen")
+    world.engine.say(JobHurt(job=name, reason="one-0 was killed by SIGKILL"))
+    world.until(lambda: world.cluster.queries.summary_of(name).num_crashes, "the crash is seen")
+    notes = ("step 542: goes on from a checkpoint",)
+    tell(world, name, replica="one-1", generation=2, num_steps=543, notes=notes, **known)
+    world.until(lambda: world.cluster.queries.job(name).restarts, "the restart is seen")
+    job = world.cluster.queries.job(name)
+    (restart,) = job.restarts
+    assert restart.words.startswith("one-0 was killed by SIGKILL; started again from step 542 after ")
+    assert restart.words.endswith("; about 270 steps (27s) trained again")
+    assert job.lost_s == pytest.approx(27.2 + restart.pause_s) and job.num_resizes == 0
+    assert job.transitions[-1].reason == "started again from step 542; about 272 steps are trained again"
+    assert world.cluster.queries.summary().lost_share > 1  # it has run for a moment only
+    assert f'pollux_job_lost_seconds{{job_name="one"}} {job.lost_s!r}' in world.cluster.metrics.text().decode()
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    assert world.cluster.queries.job(name).restarts == job.restarts
+    assert world.cluster.queries.summary_of(name).lost_s == pytest.approx(job.lost_s)
+
+
+def test_a_job_says_why_it_has_its_slots(world: World) -> None:
+    name = world.submit(kind="elastic", max_replicas=1, name="one")
+    world.until_state(name, "running")
+    why = world.until(lambda: world.cluster.queries.job(name).why, "it says why")
+    assert why.startswith("one starts with 1 slot on a: speedup 0 → ")
+    world.cluster.stop(keeps_jobs=True)
+    world.store.prune(0, 100)
+    assert world.make().queries.job(name).why == ""  # the decision is forgotten, and there is no newer one
+    world.cluster.start()
+    kept = "keeps 1 slot: no other number of slots is worth more to it"
+    world.until(lambda: world.cluster.queries.job(name).why == kept, "it keeps it")
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    assert world.cluster.queries.job(name).why == ""

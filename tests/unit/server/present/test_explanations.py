@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import Departure, Reallocation, RoundRecord
-from pollux.server.present.explanations import Changed, changes_of, explain
+from pollux.server.present.explanations import Changed, changes_of, explain, explain_job
 from pollux.testing.examples import examples
 from pollux.types import Allocation, Explanation, JobDecision, Plan
 
@@ -277,3 +277,15 @@ def test_slots_given_are_slots_lost(drawn):
             assert given_ - taken == -change.num_gained - (also if change.num_gained < 0 else -also)
     for departure in ended:
         assert sum(map(int, re.findall(rf"^{departure.job} .* takes (\d+)", text, re.M))) <= departure.num_slots
+
+
+def test_one_job_is_told_what_concerns_it():
+    changes = [
+        Changed(job="train", before=on(("a", 2)), after=on(("a", 1)), speedup_before=1.36, speedup_after=0.779),
+        Changed(job="second", before=on(), after=on(("a", 1)), speedup_before=0.0, speedup_after=0.78),
+        Changed(job="other", before=on(("b", 1)), after=on(("b", 2)), speedup_before=1.0, speedup_after=1.5),
+    ]
+    told = "train gave 1 slot to second: speedup 1.4 → 0.78 against 0 → 0.78"
+    assert explain_job(round_of(), changes, "train") == explain_job(round_of(), changes, "second") == told
+    assert explain_job(round_of(), changes, "other") == "other grows from 1 to 2 slots: speedup 1.0 → 1.5"
+    assert explain_job(round_of(), changes, "nobody") == ""

@@ -53,6 +53,7 @@ CONSTANT = {
     "process_resident_memory_bytes": "depends on the allocator",
     "process_virtual_memory_bytes": "depends on the allocator",
     "pollux_round_gap_ratio": "these jobs are easy; see test_how_good_the_last_decision_was",
+    "pollux_job_lost_seconds": "the job that comes again is over soon; see test_cluster_rows",
     "pollux_usage_slot_seconds": "counted every minute; see test_meter",
     "pollux_usage_goodput_seconds": "counted every minute; see test_meter",
 }
@@ -214,13 +215,14 @@ def test_every_metric_moves(tmp_path, monkeypatch):
         first = grown(world, "first")
         during = world.scrape()
         assert during["pollux_slots_used", (("accelerator", "cpu"),)] == 2
-        assert {"pollux_job_replicas", *GAUGES.values()} == {gauge.name for gauge in JOB_GAUGES}
+        assert {"pollux_job_replicas", "pollux_job_lost_seconds", *GAUGES.values()} == {one.name for one in JOB_GAUGES}
         for told in (TOLD, {name: type(value)(value / 2) for name, value in TOLD.items()}):
             assert world.tell(first, **told) == 200
             shown = {name: value for (name, labels), value in world.scrape().items() if ("job_name", first) in labels}
             assert (
                 shown.pop("pollux_job_report_timestamp_seconds") == world.cluster.queries.summary_of(first).reported_at
             )
+            assert shown.pop("pollux_job_lost_seconds") == 0
             assert shown == {"pollux_job_replicas": 2, **{GAUGES[name]: value for name, value in told.items()}}
         node = world.cluster.queries.summary_of(first).allocation[0][0]
         world.cluster.drain(node, True)

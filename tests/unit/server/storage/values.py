@@ -11,6 +11,7 @@ from pollux.api.report import Report
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
+from pollux.scheduler.setbacks import Break, Setback, Told
 from pollux.types import JobSpec, JobView, Plan, ShapeFactor, Snapshot, ThroughputParams
 from tests.unit.api.test_codec import (
     PLAN,
@@ -44,6 +45,26 @@ def knowledges(draw: st.DrawFn, label: str = "job a") -> Knowledge:
     return knowledge
 
 
+tolds = st.builds(
+    Told,
+    at=signed,
+    replica=texts,
+    generation=integers,
+    num_steps=integers,
+    stalled_s=numbers,
+    step_s=st.none() | numbers,
+)
+breaks = st.builds(Break, at=signed, cause=texts, keeps_slots=st.booleans())
+setbacks = st.builds(
+    Setback,
+    at=signed,
+    cause=texts,
+    pause_s=numbers,
+    step=integers,
+    num_steps=integers,
+    again_s=st.none() | numbers,
+    lost_s=numbers,
+)
 job_names = proper_names.filter(lambda name: "\0" not in name)
 
 
@@ -72,6 +93,11 @@ def records(draw: st.DrawFn) -> JobRecord:
         progress=draw(st.none() | numbers),
         total_batch=draw(st.none() | integers),
         history=draw(st.lists(transitions, max_size=4)),
+        told=draw(st.none() | tolds),
+        broken=draw(st.none() | breaks),
+        setbacks=draw(st.lists(setbacks, max_size=2)),
+        num_setbacks=draw(integers),
+        set_back_s=draw(numbers),
     )
 
 
