@@ -137,20 +137,10 @@ def model_lines(models: Mapping[str, FittedModel]) -> Iterator[str]:
     if not models:
         yield "its speed was not measured yet; until then more replicas are assumed to be as good as they can be"
     for accelerator, model in models.items():
-<<<<<<< HEAD
-        params = {name: value for name, value in model.params.items() if value is not None}
-        error = model.rmsle
-        most = numbers.plural(model.max_replicas, "replica")
-        seen = f"{numbers.plural(model.num_configurations, 'configuration')}, up to {most}"
-        off = "" if error is None else f", off by a factor of {math.exp(min(error, 99.0)):.3g}"
-        yield f"on {plain(accelerator)}, from {seen}{off}:"
-        for sentence in _sentences(params):
-=======
         seen = f"{numbers.plural(model.num_configurations, 'setup')} with up to {_replicas(model.max_replicas)}"
         error = "" if model.rmsle is None else f"; its predictions are {_off(model.rmsle)} off"
         yield f"on {plain(accelerator)}, measured in {seen}{error}:"
         for sentence in _sentences(model):
->>>>>>> wt-present
             yield f"  {sentence}"
 
 

@@ -210,7 +210,7 @@ class Run:
 
     @property
     def is_last_pass(self) -> bool:
-        """Whether the pass under way is its step's last one, in which the optimizer steps."""
+        """Whether the optimizer steps after the pass under way."""
         return self._session.is_last_pass()
 
     @property
@@ -577,11 +577,9 @@ class Run:
         """The run's state, made when the loop begins."""
         if self._session.state is None:
             if self._loader is None or self._tuner is None or self._trainees is None:
-                raise InvalidValueError(
-                    f"call run.{'prepare' if self._loader is not None else 'dataloader'}(...) before the loop"
-                )
-            if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
-                self._trainees.follow(rule)
+                missing = "dataloader" if self._loader is None else "prepare"
+                raise InvalidValueError(f"call run.{missing}(...) before the loop")
+            self._trainees.follow(getattr(self._tuner.policy, "scaling", None))
             self._tuner.bound_total(self._trainees.most_of(self._tuner.limits))
             self._session.state = RunState(
                 device=self.device,

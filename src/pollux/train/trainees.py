@@ -216,9 +216,11 @@ class Trainees:
         for member in self.members:
             member.apply_params(before, after)
 
-    def follow(self, rule: str) -> None:
-        for member in self.members:
-            member.follow(rule)
+    def follow(self, rule: str | None) -> None:
+        """A learning-rate rule that the batch policy brings, if any."""
+        if rule is not None:
+            for member in self.members:
+                member.follow(rule)
 
     def detach(self) -> None:
         for member in self.members:
