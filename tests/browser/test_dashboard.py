@@ -193,7 +193,7 @@ def test_the_cluster(visitor: Visitor) -> None:
     page = visitor.open()
     page.get_by_text("Slots in use").wait_for()
     tiles = text_of(page, ".tiles")
-    for name in ("Slots in use", "Goodput", "Efficiency", "Jobs", "Time lost", "Node hours", "Last decision"):
+    for name in ("Slots in use", "Useful slots", "Efficiency", "Jobs", "Time lost", "Node hours", "Last decision"):
         assert name in tiles
     assert re.search(r"\d of 4", tiles) and "2 running" in tiles and "1 waiting" in tiles
     assert "needs 64 slots at once; the cluster has 4" in text_of(page, "section:has(h2:text('Queue'))")
@@ -210,7 +210,7 @@ def test_the_cluster(visitor: Visitor) -> None:
     assert page.locator("canvas.map").bounding_box()["height"] > 20
     page.locator("canvas.gantt").wait_for()
     draw_all(page)
-    for name in ("Slots", "Goodput", "Efficiency", "Jobs", "Node hours"):
+    for name in ("Slots", "Useful slots", "Efficiency", "Jobs", "Node hours"):
         assert page.locator(f"figure[aria-label='{name}'] .plot[data-drawn]").count() > 0, name
 
 

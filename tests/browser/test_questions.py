@@ -63,8 +63,8 @@ def test_tiles_and_headings_of_charts_say_the_same(visitor: Visitor) -> None:
     assert page.locator(value.format("Jobs")).inner_text() == "5 running, 77 waiting"
     assert "50 %" in tiles and page.locator(value.format("Efficiency")).inner_text() == "50 %"
     assert "123" in tiles and page.locator(value.format("Node hours")).inner_text() == "123 h"
-    goodput = page.locator(".tile", has_text="Goodput").locator(".tile-value").inner_text().strip()
-    assert page.locator(value.format("Goodput")).inner_text() in (goodput, "")
+    goodput = page.locator(".tile", has_text="Useful slots").locator(".tile-value").inner_text().strip()
+    assert page.locator(value.format("Useful slots")).inner_text() in (goodput, "")
 
 
 @long

@@ -143,12 +143,12 @@ def _decides(cluster: ClusterSummary) -> str:
 
 
 def headline(board: Board, width: int) -> list[Text]:
-    """Slots, goodput, efficiency and cost; jobs and decisions."""
+    """Slots, useful slots, efficiency and cost; jobs and decisions."""
     cluster, last = board.cluster, board.samples[-1] if board.samples else None
     parts = [_slots(cluster, _BAR_WIDTH if width >= 100 else 10)]
     efficiency = _mean_efficiency(board.jobs) if last is None else last.efficiency
     goodput = None if last is None else last.goodput
-    parts += [_named("goodput", numbers.number(goodput)), _named("efficiency", numbers.share(efficiency))]
+    parts += [_named("useful slots", numbers.number(goodput)), _named("efficiency", numbers.share(efficiency))]
     sizing = cluster.sizing
     hours = sum(sizing.node_hours.values())
     if sizing.cost is not None:
@@ -172,15 +172,15 @@ def _mean_efficiency(jobs: Sequence[JobSummary]) -> float | None:
 
 
 def curves_line(board: Board, width: int) -> Text:
-    """Used slots and goodput over the last while, side by side."""
+    """Used and useful slots over the last while, side by side."""
     if not board.samples:
-        return Text("used slots and goodput over time come with the first sample", style="dim")
+        return Text("used and useful slots over time come with the first sample", style="dim")
     each = max((width - 3) // 2, 10)
     used = [sample.num_used_slots for sample in board.samples]
     goodput = [sample.goodput for sample in board.samples]
     minutes = (board.samples[-1].at - board.samples[0].at) / 60
     parts = []
-    for name, values, style in ((f"used, {minutes:.0f} min ", used, "green"), ("goodput ", goodput, "cyan")):
+    for name, values, style in ((f"used, {minutes:.0f} min ", used, "green"), ("useful ", goodput, "cyan")):
         text = Text(name, style="bold")
         parts.append(text.append(sparkline(values, each - len(name), least=0.0), style=f"not bold {style}"))
     return Text("   ").join(parts)
@@ -407,7 +407,8 @@ def help_lines() -> RenderableType:
         table.add_row(Text(key, style="bold"), Text(what))
     legend = Text(
         f"\nA letter in the map is a replica of the job with that letter; {_FREE} is a free slot, {_MANY} a job for "
-        "which there was no letter left. Goodput counts 1 for each slot's worth of useful work.\n\nAny key goes back."
+        "which there was no letter left. Useful slots: what a job does with one slot counts 1, with more its speedup "
+        "over one. Goodput, in the list, is in useful examples per second.\n\nAny key goes back."
     )
     return Group(Text("pollux top", style="bold"), Text(), table, legend)
 

@@ -151,7 +151,15 @@ def test_the_screen_is_as_large_as_the_terminal(width: int, height: int, board: 
 
 def test_all_parts_are_told() -> None:
     text = "\n".join(drawn(board_lines(made(), 160, 40, "job-1", footer_line(None)), 160))
-    for part in ("goodput 5.5", "efficiency 90%", "cost 3.00", "node-hours 1.5", "3 running", "7 decisions", "last in"):
+    for part in (
+        "useful slots 5.5",
+        "efficiency 90%",
+        "cost 3.00",
+        "node-hours 1.5",
+        "3 running",
+        "7 decisions",
+        "last in",
+    ):
         assert part in text, part
     assert re.search(r"node-0 aa··\s+node-1 bb·· draining", text)
     assert re.search(r"a  job-0 +running +2", text)

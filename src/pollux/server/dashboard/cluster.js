@@ -57,8 +57,8 @@ function tiles() {
   const all = {
     slots: new Tile("Slots in use"),
     goodput: new Tile(
-      "Goodput",
-      "Useful work per second, in slots: a job's work on one slot counts 1. Fixed jobs are left out: their work is not known",
+      "Useful slots",
+      "What a job does with one slot counts 1, with more its speedup over one. Fixed jobs are left out: their work is not known",
     ),
     efficiency: new Tile("Efficiency", "Statistical efficiency of the running jobs, weighted by their replicas"),
     jobs: new Tile("Jobs"),
@@ -94,7 +94,7 @@ function tiles() {
       const apart = here.num_fixed_slots;
       all.goodput.update(
         number(here.goodput),
-        apart ? `slots’ worth; ${plural(apart, "slot")} of fixed jobs apart` : "useful slots’ worth of work",
+        apart ? `${plural(apart, "slot")} of fixed jobs apart` : "as if each worked like a job’s only one",
       );
       all.efficiency.update(share(here.efficiency), "of the running jobs", here.efficiency);
       const ended = [
@@ -130,7 +130,7 @@ function tiles() {
 function curves() {
   const figures = {
     slots: new Figure({title: "Slots", hint: "in use, and there"}),
-    goodput: new Figure({title: "Goodput", hint: "useful slots’ worth of work"}),
+    goodput: new Figure({title: "Useful slots", hint: "a job’s first slot counts 1"}),
     efficiency: new Figure({title: "Efficiency", hint: "of running jobs"}),
     queue: new Figure({title: "Jobs", hint: "running and waiting"}),
     cost: new Figure({title: "Node hours", hint: "and what they cost"}),
@@ -163,7 +163,7 @@ function curves() {
       const goodput = of("goodput"),
         efficiency = of("efficiency");
       figures.goodput.update(
-        hasNumbers(goodput) ? {data: [line(x, goodput, "goodput", "@2", step)], layout: layout()} : null,
+        hasNumbers(goodput) ? {data: [line(x, goodput, "useful slots", "@2", step)], layout: layout()} : null,
         number(last.goodput),
       );
       figures.efficiency.update(

@@ -30,7 +30,7 @@ export const jobsByArrival = () => [...store.jobs.values()].sort((a, b) => a.seq
 export const roundsNewestFirst = () => [...store.rounds.values()].sort((a, b) => b.id - a.id);
 
 /* The cluster at this moment, with the fields of a sample: tiles, headings and the ends of curves all show this. Of
-   goodput only the samples tell; `sampledAt` is when. */
+   goodput (the useful slots) only the samples tell; `sampledAt` is when. */
 export function current() {
   const {cluster} = store,
     sample = store.samples.at(-1),

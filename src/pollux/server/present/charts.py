@@ -188,6 +188,13 @@ def known_speedups(decision: JobDecision) -> tuple[float, ...]:
     return tuple(found) if found[:1] == [1.0] else ()
 
 
+def least_useful_slots(decision: JobDecision | None, num_replicas: int) -> float:
+    """The same; what was not weighed counts as the most below it that was, and one slot always counts 1."""
+    counts = range(num_replicas, 1, -1) if decision is not None else ()
+    known = (useful_slots(decision, count) for count in counts if decision is not None)
+    return next((useful for useful in known if useful is not None), 1.0)
+
+
 def useful_slots(decision: JobDecision, num_replicas: int) -> float | None:
     """What a job does with so many replicas, if what it does with one counts 1; None: it was not weighed."""
     counts, speedups = decision.option_replicas, decision.option_speedups

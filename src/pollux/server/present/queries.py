@@ -30,7 +30,7 @@ from pollux.server.live.clock import LiveClock
 from pollux.server.live.job_table import LiveJob
 from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.state import ClusterState
-from pollux.server.present.charts import job_curves, job_model, known_speedups, useful_slots
+from pollux.server.present.charts import job_curves, job_model, known_speedups, least_useful_slots, useful_slots
 from pollux.server.present.deadlines import deadline_in_words, spent_in_words
 from pollux.server.present.forecasts import free_slot_reasons, job_forecast, no_forecast
 from pollux.server.present.gauges import Measured
@@ -407,8 +407,7 @@ class Queries:
                 efficient, num_told = efficient + count * job.report.efficiency, num_told + count
             if job.request is not None and job.request.kind == "fixed":
                 continue  # what it does with its slots is not known
-            if job.decided is not None and (share := useful_slots(job.decided.decision, count)) is not None:
-                useful.append(share)
+            useful.append(least_useful_slots(None if job.decided is None else job.decided.decision, count))
         scheduler = self._state.scheduler
         node_s = {} if scheduler is None else scheduler.node_s
         sample = ClusterSample(

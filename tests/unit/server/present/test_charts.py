@@ -27,7 +27,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig, ServiceConfig
 from pollux.server.live import cluster as clusters
-from pollux.server.present.charts import job_curves, job_model, useful_slots
+from pollux.server.present.charts import job_curves, job_model, least_useful_slots, useful_slots
 from pollux.server.service import Service
 from pollux.server.storage import simulations as simulations_
 from pollux.server.storage.simulations import MAX_BYTES, MAX_SUMMARY_BYTES, Simulations
@@ -248,6 +248,8 @@ def test_useful_slots_count_from_one():
     assert useful_slots(decision, 1) == 1.0
     assert useful_slots(decision, 4) == pytest.approx(2.4)
     assert useful_slots(decision, 3) is None
+    assert least_useful_slots(decision, 3) == useful_slots(decision, 2) == pytest.approx(1.8)
+    assert least_useful_slots(decision, 1) == least_useful_slots(None, 4) == 1.0  # also before it is decided on
     assert useful_slots(decision, 9) is None
     most = dataclasses.replace(decision, option_speedups=np.array([0.0, 0.0, 0.8, 1.0, 1.2]))
     assert useful_slots(most, 2) == 2.0  # one that must have two is reckoned from two
