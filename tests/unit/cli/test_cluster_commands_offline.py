@@ -265,7 +265,7 @@ def test_parts_of_a_batch_that_do_not_make_it_are_not_shown() -> None:
 def test_a_model_of_one_replica_is_told_in_the_singular() -> None:
     model = next(iter(detail().models.values()))
     alone = dataclasses.replace(model, num_configurations=1, max_replicas=1)
-    assert next(model_lines({"cpu": alone})).startswith("on cpu, from 1 configuration, up to 1 replica,")
+    assert next(model_lines({"cpu": alone})).startswith("on cpu, measured in 1 setup with up to 1 replica;")
 
 
 def test_a_description_says_why() -> None:

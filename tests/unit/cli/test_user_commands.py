@@ -269,7 +269,7 @@ def test_a_limit_holds_and_is_told(service: Service) -> None:
     with Client(url=service.url, token=token) as client:
         jobs = [client.submit(["sleep", "600"], name=f"limited-{i}") for i in range(2)]
         eventually(lambda: jobs[0].view().state == "running", "the first runs")
-        eventually(lambda: "limited to 1 slots" in jobs[1].view().reason, "the second says why it waits")
+        eventually(lambda: "limited to 1 slot" in jobs[1].view().reason, "the second says why it waits")
         pollux("team", "set", "small", "--limit", "2")
         eventually(lambda: jobs[1].view().state == "running", "the limit was raised")
         for job in jobs:

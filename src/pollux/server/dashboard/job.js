@@ -143,10 +143,13 @@ const resizeTable = () =>
   new DataTable({
     columns: [
       {key: "at", label: "When", cell: one => time(one.at)},
-      {key: "before", label: "From", class: "left words", cell: one => (one.words ? "" : nodesIn(one.before))},
-      {key: "after", label: "To", class: "left words", cell: one => (one.words ? "" : nodesIn(one.after))},
+      {
+        key: "what",
+        label: "What",
+        class: "left words",
+        cell: one => one.words ?? `${nodesIn(one.before)} → ${nodesIn(one.after)}`,
+      },
       {key: "took", label: "Took", cell: one => (one.took_s === null ? one.instead : duration(one.took_s))},
-      {key: "why", label: "Why", class: "left words", cell: one => one.words ?? ""},
     ],
     keyOf: one => one.generation ?? `restart/${one.at}`,
     step: 20,
