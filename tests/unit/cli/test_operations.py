@@ -151,10 +151,10 @@ def test_a_throttled_array_runs_so_many_at_a_time(client: Client) -> None:
 
 
 def test_jobs_after_others_that_failed_or_ended_anyhow(client: Client) -> None:
-    bad = client.submit(["false"], name="bad")
-    mend = client.submit(["true"], name="mend", after_fail=["bad"])
-    clean = client.submit(["true"], name="clean", after_any=["bad"])
-    never = client.submit(["true"], name="never", after=["bad"])
+    bad = client.submit(["false"], name="first-bad")
+    mend = client.submit(["true"], name="mend", after_fail=["first-bad"])
+    clean = client.submit(["true"], name="clean", after_any=["first-bad"])
+    never = client.submit(["true"], name="never", after=["first-bad"])
     assert [job.wait(30) for job in (bad, mend, clean, never)] == ["failed", "succeeded", "succeeded", "cancelled"]
     late = client.submit(["true"], name="late", after_fail=["mend"])
     assert late.wait(30) == "cancelled" and "which succeeded" in late.view().reason
