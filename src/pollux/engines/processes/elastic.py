@@ -18,8 +18,7 @@ roster leaves it out, *leaving*. Rules:
   ready in ten minutes, the members go on in their own slots, and the node is named in ``given_up``.
 - A script that raises is started again a limited number of times; one that can use none of its checkpoints is not, as
   it would raise again, nor one that raises a TypeError, NameError or the like at the same line as in the start before,
-  and has made no step. Crashes before the others have formed a group without
-  the crashed replica count once, and the traceback of the first is shown.
+  and has made no step. Crashes before the others have formed a group anew count once, with the first traceback.
 - Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
 - When a member ends with 0 the job is finishing, and no replica is started any more.
 """
@@ -483,8 +482,9 @@ class ElasticJob:
 
     def _restart(self, crashed: list[ElasticReplica]) -> None:
         first = next((crash.process for crash in self._crashes.recent if crash.process in crashed), crashed[0])
-        if lacks_checkpoint(self._starter.stderr_tail(self._stderr_of(first))):
-            self._fail(f"{first.member.replica_id} {first.how}", first)
+        # Any of them: the first that was seen to end may have ended because of another that said so.
+        for one in (found for found in crashed if lacks_checkpoint(self._starter.stderr_tail(self._stderr_of(found)))):
+            self._fail(f"{one.member.replica_id} {one.how}", one)
             return
         if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
             self._num_restarts = 0
