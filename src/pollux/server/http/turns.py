@@ -1,7 +1,7 @@
 """Lets a caller have some requests in work at a time; further ones wait for their turn, and not in a thread.
 
 All requests share a few threads and one interpreter. Without turns, a viewer who lists all jobs fifty times at once
-holds up everybody. Routers for people have :class:`FairRoute`.
+holds up all others. Routers for people have :class:`FairRoute`.
 """
 
 from __future__ import annotations
