@@ -22,6 +22,7 @@ from dataclasses import replace
 from datetime import date
 from typing import TypeVar
 
+from pollux.api.array import parse_array
 from pollux.api.cluster import NodeSummary
 from pollux.api.job import JobSummary
 from pollux.api.report import Report, ReportAnswer
@@ -586,5 +587,8 @@ class Cluster:
 
 def _first_spec(request: JobRequest, now: float) -> JobSpec:
     """What a job asks for, before it is admitted; of an array its first."""
-    first = replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
+    if request.array:
+        request = replace(request, array=f"{parse_array(request.array)[0]}")
+    (one,) = request.expand()
+    first = replace(one, kind="elastic" if request.kind == "auto" else request.kind)
     return first.to_spec(first.name, now)

@@ -244,6 +244,48 @@ def test_a_large_array_of_a_name_that_many_have_holds_up_no_other_submission(wor
     assert time.monotonic() - began < 10.0  # it took a minute
 
 
+def test_an_array_that_is_being_made_holds_up_no_other_submission(world, monkeypatch):
+    is_made, goes_on, expand = threading.Event(), threading.Event(), JobRequest.expand
+
+    def slow(request: JobRequest) -> list[JobRequest]:
+        if threading.current_thread() is maker:
+            is_made.set()
+            goes_on.wait(PATIENCE_S)
+        return expand(request)
+
+    found: list[str] = []
+    big = JobRequest(command=("true",), name="big", array="0-2")
+    maker = threading.Thread(
+        target=lambda: found.extend(job.name for job in world.cluster._jobs.admit(big, time.time()))
+    )
+    monkeypatch.setattr(JobRequest, "expand", slow)
+    maker.start()
+    assert is_made.wait(PATIENCE_S)
+    others: list[str] = []
+    other = threading.Thread(target=lambda: others.extend([world.submit(name="big-1"), world.submit(name="quick")]))
+    other.start()
+    other.join(5.0)
+    goes_on.set()
+    other.join(PATIENCE_S)
+    assert found == []  # they were quicker
+    assert others == ["big-1-2", "quick"]  # a name of the array is taken already
+    maker.join(PATIENCE_S)
+    assert found == ["big-0", "big-1", "big-2"]
+
+
+def test_the_first_job_of_a_large_array_is_looked_at_without_the_others(world, monkeypatch):
+    expanded: list[str] = []
+    expand = JobRequest.expand
+
+    def counted(request: JobRequest) -> list[JobRequest]:
+        expanded.append(request.array)
+        return expand(request)
+
+    monkeypatch.setattr(JobRequest, "expand", counted)
+    world.cluster.submit(JobRequest(command=("true",), name="big", array="3-5", is_held=True))
+    assert expanded == ["3", "3-5"]
+
+
 def test_a_job_over_its_time_limit_is_not_looked_at_all_the_time(world, monkeypatch):
     world.engine.obeys_stops = False
     name = world.submit(time_limit_s=0.1)
