@@ -142,6 +142,8 @@ class _Round:
         self._bounds: dict[str, _Bound] = {}  # of waiting jobs that must not be moved; found anew for every plan
         self._gave: dict[str, int] = {}  # by job that slots were taken from, what it had before
         self._declined: dict[str, int] = {}  # by claimant: more than so many slots it has no use for
+        self._preferred: tuple[str, dict[str, int], dict[str, str]] | None = None  # last: a job; caps, reasons before
+        self._unplaceable: set[str] = set()  # jobs that slots were freed for, and that the policy could not place
         self.reasons: dict[str, str] = {}
 
     def _team_quota(self, name: str) -> Quota:
@@ -187,6 +189,8 @@ class _Round:
 
     def _tighten(self, plan: Plan) -> bool:
         """Cap jobs for the first rule that the plan breaks; whether there was one."""
+        if self._take_back(plan):
+            return True
         for groups in (self._users, self._teams):
             if any([self._keep_limit(group, plan) for group in groups.values()]):
                 return True
@@ -383,13 +387,29 @@ class _Round:
             ]
             number = job.spec.min_replicas - self._free(plan, reach)
             held = sum(self._count(plan, other) for other in lower)
-            if not lower or number <= 0 or held < number:
+            if not lower or number <= 0 or held < number or job.name in self._unplaceable:
                 continue
+            before = job.name, dict(self._caps), dict(self.reasons)
             caps = {other.name: self._count(plan, other) for other in self._snapshot.jobs if other is not job}
             caps |= allot([self._demand(plan, other) for other in lower], held - number)
             if self._cap(caps, f"slots go to {job.name}, which has priority {job.spec.priority}", plan):
+                self._preferred = before
                 return True
         return False
+
+    def _take_back(self, plan: Plan) -> bool:
+        """Undo the caps by which slots were freed for a job of higher priority if it still waits; whether that is so.
+
+        It may fit on no nodes, or not under a limit. Then the slots are for the others.
+        """
+        if self._preferred is None:
+            return False
+        name, caps, reasons = self._preferred
+        if plan.allocation_of(name):
+            return False
+        self._caps, self.reasons, self._preferred = caps, reasons, None
+        self._unplaceable.add(name)
+        return True
 
     # What a plan gives ------------------------------------------------------------------------
 

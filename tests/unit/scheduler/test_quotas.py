@@ -401,6 +401,20 @@ def test_a_job_of_higher_priority_has_its_minimum_from_its_own_team(policy):
         assert other.decide()["urgent"] == 0
 
 
+@pytest.mark.parametrize("least", [3, 4])
+def test_slots_that_a_job_of_higher_priority_cannot_have_are_for_others(least):
+    """Under its team's limit it cannot start. Slots were freed for it and stayed free, and the reason was untrue."""
+    entitled = entitlements(nlp=Quota(limit=of(3)))
+    single = {"owner": "nlp", "min_replicas": 1, "max_replicas": 1, "allocation": Allocation.of(("n0", 1))}
+    running = [make_job("keeps", priority=1, **single), make_job("low", **single)]
+    cluster = Cluster(entitled, *running, policy="fifo", nodes=make_nodes(1, 4))
+    cluster.jobs.append(
+        make_job("urgent", owner="nlp", priority=1, min_replicas=least, max_replicas=least, num_resizes=None)
+    )
+    assert cluster.decide() == {"keeps": 1, "low": 1, "urgent": 0}
+    assert not cluster.quotas.reasons.get("low", "").startswith("slots go to urgent")
+
+
 def test_shrinking_comes_before_stopping():
     demands = [
         Demand(job=name, count=count, least=least, is_bound=False, order=(0, False, place))
