@@ -16,10 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pollux.policy.dense import may_use
+from pollux.policy.gangs import demand
 from pollux.scheduler.caps import Demand, allot, first_of
 from pollux.scheduler.promises import Promises, limit_in_words
 from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota
-from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, JobView, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, JobView, Plan, Snapshot
 
 HALF_LIFE_S = 7 * 86400.0
 _MAX_PASSES = 8
@@ -168,7 +169,7 @@ class _Round:
             if not self._tighten(plan):
                 break
             plan = ask(self._capped())
-        return self._unbroken(ask(self._capped()) if self._return_idle(plan) else plan)
+        return self._filled(self._unbroken(ask(self._capped()) if self._return_idle(plan) else plan), ask)
 
     def _return_idle(self, plan: Plan) -> bool:
         """Raise caps of jobs that gave slots which the claimant then did not use; whether there were any."""
@@ -186,6 +187,105 @@ class _Round:
                 if self._caps[job.name] == self._gave[job.name]:
                     self.reasons.pop(job.name, None)  # it keeps all that it had
         return is_raised
+
+    def _filled(self, plan: Plan, ask: Ask) -> Plan:
+        """With waiting jobs on free slots, as far as their team or user is guaranteed these.
+
+        A policy may leave slots free behind the job that is next, or by a cap that was needed before others shrank.
+        It is asked to place such jobs alone, all others being as they are.
+        """
+        failed: set[str] = set()
+        for _ in range(_MAX_PASSES):
+            wanted = self._below_guarantee(plan, failed)
+            if not wanted:
+                break
+            answer = ask(self._all_but(wanted, plan))
+            placed = {job: answer.allocation_of(job) for job in wanted if answer.allocation_of(job)}
+            placed = {job: one for job, one in placed.items() if self._fits(plan, one)}
+            # Of several that wait, the first may hold up the others.
+            failed |= set() if placed else {next(iter(wanted))}
+            for job, allocation in placed.items():
+                if self._fits(plan, allocation):
+                    plan = replace(plan, allocations={**plan.allocations, job: allocation})
+                    for told in (self._caps, self._bounds, self.reasons):
+                        told.pop(job, None)
+        return plan
+
+    def _below_guarantee(self, plan: Plan, failed: Collection[str]) -> dict[str, _Bound]:
+        """Waiting jobs that could start within what their team or user is guaranteed, with how they may start."""
+        found: dict[str, _Bound] = {}
+        if not self._free(plan, self._slots):
+            return found
+        promises = Promises(self._entitled, self._slots)
+        for job in self._snapshot.jobs:
+            if not job.spec.is_preemptible and (kind := self._type(plan, job)) is not None:
+                promises.add(job.spec.owner, kind, self._count(plan, job))
+        spare = self._spare(plan)
+        for group in (*self._teams.values(), *self._users.values()):
+            for kind, guaranteed in group.quota.guarantee.items():
+                types = [each for each in self._slots if kind in (each, ANY_TYPE)]
+                room = guaranteed - sum(self._count(plan, job) for job in group.jobs if self._is_on(plan, job, kind))
+                starts = (bound for job in group.jobs if (bound := found.get(job.name)) is not None)
+                room -= sum(bound.most for bound in starts if not bound.types.isdisjoint(types))
+                for job in sorted(group.jobs, key=lambda job: -job.spec.priority) if room > 0 else ():
+                    if self._count(plan, job) or job.is_pinned or job.name in found or job.name in failed:
+                        continue
+                    bound = self._start_of(job, types, room, spare, promises)
+                    if bound is not None:
+                        found[job.name] = bound
+                        room -= bound.most
+        return found
+
+    def _spare(self, plan: Plan) -> dict[tuple[str, str], int]:
+        """Free slots, under the title "", and what groups have left of their limits; by title and type."""
+        spare = {("", each): self._free(plan, [each]) for each in self._slots}
+        for group in (*self._teams.values(), *self._users.values()):
+            for kind, limit in group.quota.limit.items():
+                held = sum(self._count(plan, job) for job in group.jobs if self._is_on(plan, job, kind))
+                spare[group.title, kind] = limit - held
+        return spare
+
+    def _start_of(
+        self, job: JobView, types: Iterable[str], room: int, spare: dict[tuple[str, str], int], promises: Promises
+    ) -> _Bound | None:
+        """On which one type, and with how many slots, a waiting job may start; these are spare no more then."""
+        owner, least = job.spec.owner, job.spec.min_replicas
+        titles = ("", self._teams[self._entitled.team_of(owner)].title, self._users[owner].title)
+        for each in types:
+            keys = [(title, kind) for title in titles for kind in (each, ANY_TYPE) if (title, kind) in spare]
+            most = min(demand(job), room, *(spare[key] for key in keys))
+            if most < least or not may_use(job, each):
+                continue
+            if not job.spec.is_preemptible:
+                fits = (one for one in range(most, least - 1, -1) if not promises.why_not(owner, each, one))
+                if not (most := next(fits, 0)):
+                    continue
+                promises.add(owner, each, most)
+            for key in keys:
+                spare[key] -= most
+            return _Bound(types=frozenset({each}), most=most)
+        return None
+
+    def _all_but(self, wanted: Mapping[str, _Bound], plan: Plan) -> Snapshot:
+        """The snapshot with all jobs as the plan has them, and not to be changed, but these."""
+        jobs = []
+        for job in self._snapshot.jobs:
+            if (bound := wanted.get(job.name)) is None:
+                jobs.append(replace(job, allocation=plan.allocation_of(job.name), is_pinned=True))
+                continue
+            spec = replace(job.spec, accelerators=bound.types, max_replicas=min(job.spec.max_replicas, bound.most))
+            held = first_of(job.allocation, bound.most)
+            is_there = self._fits(plan, held) and {self._type_of[share.node] for share in held.shares} <= bound.types
+            jobs.append(replace(job, spec=spec, allocation=held if is_there else NO_ALLOCATION))
+        return replace(self._snapshot, jobs=tuple(jobs))
+
+    def _fits(self, plan: Plan, allocation: Allocation) -> bool:
+        """Whether these slots are free in the plan."""
+        free = {node.name: node.num_slots for node in self._snapshot.nodes}
+        for job in self._snapshot.jobs:
+            for node, count in plan.allocation_of(job.name).shares:
+                free[node] -= count
+        return all(free[node] >= count for node, count in allocation.shares)
 
     def _tighten(self, plan: Plan) -> bool:
         """Cap jobs for the first rule that the plan breaks; whether there was one."""
