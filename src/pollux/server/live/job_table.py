@@ -43,6 +43,7 @@ from pollux.types import JobDecision, ThroughputParams
 
 MAX_SCRIPT_BYTES = 10_000_000
 MAX_MODULE_BYTES = 1_000_000  # of a file that a script imports
+MAX_UNENDED = 20_000  # jobs of one user, who is not the operator
 NUM_ENDED = 4096  # jobs that are over of which the last report and decision stay in memory
 WORK = "work"  # a job's copy of its working directory, in its folder
 NUM_CHANGES = 10  # decisions that are remembered of each job
@@ -139,7 +140,7 @@ class JobTable:
         )
         self._turn = threading.Lock()
         self._names = store.names()  # of all jobs there ever were
-        self._reserved: set[str] = set()  # names of jobs that are being written
+        self._reserved: dict[str, str] = {}  # names of jobs that are being written, with their owners
         self._jobs: dict[str, LiveJob] = {}  # that are not over
         self._ended: OrderedDict[str, LiveJob] = OrderedDict()  # that ended last
         self._tokens: dict[str, str] = {}  # hash of the token -> job
@@ -217,15 +218,31 @@ class JobTable:
             return self._add(found, now)
         finally:
             with self._turn:
-                self._reserved.difference_update(names)
+                for name in names:
+                    del self._reserved[name]
 
     def _reserve(self, request: JobRequest) -> tuple[JobRequest, list[str]]:
         """The request under a name that is new, and the names of its jobs, which nobody else gets meanwhile."""
         with self._turn:
             request = self._named(request)
             names = _names_of(request.name, _endings(request))
-            self._reserved.update(names)
+            self._require_few(request.owner, len(names))
+            self._reserved.update(dict.fromkeys(names, request.owner))
         return request, names
+
+    def _require_few(self, owner: str, num_more: int) -> None:
+        """Raises:
+        InvalidValueError: a user would have too many jobs.
+        """
+        if not owner or len(self._jobs) + len(self._reserved) + num_more <= MAX_UNENDED:
+            return
+        written = {job.name: job.request.owner for job in self.active if job.request is not None}
+        number = sum(one == owner for one in {**written, **self._reserved}.values()) + num_more
+        if number > MAX_UNENDED:
+            raise InvalidValueError(
+                f"user {owner} would have {number} jobs that are not over; at most {MAX_UNENDED} are allowed: submit "
+                "fewer, wait until some are over, or cancel some: pollux cancel 'NAME-*'"
+            )
 
     def _with_versions(self, request: JobRequest) -> JobRequest:
         cwd = request.cwd or "/"
@@ -246,7 +263,7 @@ class JobTable:
         No request is made for a name that is taken: of an array there may be thousands, and as many such names.
         """
         names = _names_of(name, endings)
-        is_used = not self._names.isdisjoint(names) or not self._reserved.isdisjoint(names)
+        is_used = not self._names.isdisjoint(names) or not self._reserved.keys().isdisjoint(names)
         return is_used or any(os.path.lexists(self.directory_of(one)) for one in names)
 
     def _add(self, requests: Sequence[JobRequest], now: float) -> list[LiveJob]:

@@ -16,6 +16,7 @@ from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Event, StopJob
 from pollux.server.live import cluster as cluster_module
+from pollux.server.live import job_table as job_table_module
 from tests.unit.server.live.world import PATIENCE_S, report
 
 
@@ -271,6 +272,20 @@ def test_an_array_that_is_being_made_holds_up_no_other_submission(world, monkeyp
     assert others == ["big-1-2", "quick"]  # a name of the array is taken already
     maker.join(PATIENCE_S)
     assert found == ["big-0", "big-1", "big-2"]
+
+
+def test_a_user_has_a_bounded_number_of_jobs(world, monkeypatch):
+    monkeypatch.setattr(job_table_module, "MAX_UNENDED", 3)
+    ada, bob = (JobRequest(command=("true",), name="many", owner=owner, is_held=True) for owner in ("ada", "bob"))
+    world.cluster.submit(replace(ada, array="0-1"))
+    with pytest.raises(InvalidValueError, match="user ada would have 4 jobs that are not over; at most 3 are allowed"):
+        world.cluster.submit(replace(ada, array="0-1"))
+    last = world.cluster.submit(ada)[0].name
+    world.cluster.submit(replace(bob, array="0-2"))
+    world.cluster.submit(replace(ada, owner="", array="0-9"))  # the operator's
+    world.cluster.cancel(last, "enough")
+    world.until(lambda: last not in world.cluster._jobs, "it is over")
+    world.cluster.submit(ada)
 
 
 def test_the_first_job_of_a_large_array_is_looked_at_without_the_others(world, monkeypatch):
