@@ -4,82 +4,26 @@ The planner (:mod:`pollux.scheduler.planner`) calls :meth:`Quotas.decide`. The p
 breaks a limit, leaves a guarantee unmet, or lets a job wait for one of lower priority, jobs that have too much are
 capped and the policy is asked again, so that it divides what they give back. A cap shrinks jobs to their minimum first;
 only where that is not enough, jobs stop: those of least priority, then the youngest.
-
-Shares make the weights: slots are divided by team, then by user, then by job. A team or user that has used much lately
-counts for less (2^(-usage/entitlement), as Slurm's fair-share factor); usage decays with a half-life.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pollux.policy.dense import may_use
 from pollux.policy.gangs import demand
 from pollux.scheduler.caps import Demand, allot, first_of
 from pollux.scheduler.promises import Promises, limit_in_words
-from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota
+from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota, Standing
+from pollux.scheduler.usage import Usage, with_shares
 from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, JobView, Plan, Snapshot
 
-HALF_LIFE_S = 7 * 86400.0
 _MAX_PASSES = 8
-_SHARE_STEP = 0.1  # of the logarithm: smaller changes of a share are no reason to decide anew
-_LEAST_FACTOR = 2.0**-4  # of heavy use: nothing starves for what its team did last week
 
 NO_PLAN = Plan(allocations={})
 
 Ask = Callable[[Snapshot], Plan]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What a team, or a user of it, holds of what it is guaranteed, and with whom the rest is."""
-
-    team: str
-    user: str = ""
-    num_guaranteed: int
-    num_held: int
-    num_wanted: int = 0  # of those guaranteed, that its jobs can use, as the policy finds
-    lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team; a user's by colleague
-    since: float | None = None  # lent
-    unmovable: tuple[str, ...] = ()  # jobs of those that it is lent to, which give nothing back before they end
-
-    @property
-    def num_lent(self) -> int:
-        return sum(self.lent_to.values())
-
-
-class Usage:
-    """Slot-seconds by user, which halve with every half-life."""
-
-    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
-        self._half_life_s, self._at = half_life_s, 0.0
-        self._by_user: dict[str, float] = {}
-
-    def recall(self, used: Iterable[tuple[str, float, float]], now: float) -> None:
-        """From what was recorded: owner, slot-seconds, and when."""
-        self._at, self._by_user = now, {}
-        for owner, slot_s, at in used:
-            kept = slot_s * self._kept(max(now - at, 0.0))
-            self._by_user[owner] = self._by_user.get(owner, 0.0) + kept
-
-    def account(self, now: float, held: Iterable[tuple[str, int]]) -> None:
-        """``held``: owner and slots of each job since the last call."""
-        elapsed_s, self._at = max(now - self._at, 0.0), now
-        if elapsed_s == 0:
-            return
-        kept = self._kept(elapsed_s)
-        for owner in self._by_user:
-            self._by_user[owner] *= kept
-        for owner, num_slots in held:
-            self._by_user[owner] = self._by_user.get(owner, 0.0) + num_slots * elapsed_s
-
-    def of(self, owner: str) -> float:
-        return self._by_user.get(owner, 0.0)
-
-    def _kept(self, elapsed_s: float) -> float:
-        return float(2.0 ** (-elapsed_s / self._half_life_s))
 
 
 class Quotas:
@@ -102,7 +46,7 @@ class Quotas:
         plan = round_.run(ask)
         self.reasons = {job: reason for job, reason in round_.all_reasons().items() if round_.is_short(job, plan)}
         self.standings = round_.standings(plan, {(one.team, one.user): one for one in self.standings})
-        return round_.noted(plan, self.reasons)
+        return _noted(plan, self.reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +79,7 @@ class _Round:
         self._slots: dict[str, int] = {}
         for node in snapshot.nodes:
             self._slots[node.accelerator] = self._slots.get(node.accelerator, 0) + node.num_slots
-        self._snapshot = replace(snapshot, jobs=_with_shares(snapshot.jobs, entitled, usage))
+        self._snapshot = replace(snapshot, jobs=with_shares(snapshot.jobs, entitled, usage))
         self._position = {job.name: place for place, job in enumerate(snapshot.jobs)}
         self._teams = self._grouped(lambda job: entitled.team_of(job.spec.owner), self._team_quota, "team")
         self._users = self._grouped(lambda job: job.spec.owner, self._user_quota, "user")
@@ -144,6 +88,7 @@ class _Round:
         self._gave: dict[str, int] = {}  # by job that slots were taken from, what it had before
         self._declined: dict[str, int] = {}  # by claimant: more than so many slots it has no use for
         self._preferred: tuple[str, dict[str, int], dict[str, str]] | None = None  # last: a job; caps, reasons before
+        self._placed: dict[str, Allocation] = {}  # jobs that the policy alone would have let wait
         self._unplaceable: set[str] = set()  # jobs that slots were freed for, and that the policy could not place
         self.reasons: dict[str, str] = {}
 
@@ -169,7 +114,10 @@ class _Round:
             if not self._tighten(plan):
                 break
             plan = ask(self._capped())
-        return self._filled(self._unbroken(ask(self._capped()) if self._return_idle(plan) else plan), ask)
+        plan = self._filled(plan, ask)
+        if self._return_idle(plan):
+            plan = self._filled(ask(self._capped()), ask)
+        return self._unbroken(plan)
 
     def _return_idle(self, plan: Plan) -> bool:
         """Raise caps of jobs that gave slots which the claimant then did not use; whether there were any."""
@@ -191,8 +139,7 @@ class _Round:
     def _filled(self, plan: Plan, ask: Ask) -> Plan:
         """With waiting jobs on free slots, as far as their team or user is guaranteed these.
 
-        A policy may leave slots free behind the job that is next, or by a cap that was needed before others shrank.
-        It is asked to place such jobs alone, all others being as they are.
+        A policy may leave slots free behind its next job. It is asked to place these alone, all others being pinned.
         """
         failed: set[str] = set()
         for _ in range(_MAX_PASSES):
@@ -207,6 +154,7 @@ class _Round:
             for job, allocation in placed.items():
                 if self._fits(plan, allocation):
                     plan = replace(plan, allocations={**plan.allocations, job: allocation})
+                    self._placed[job] = allocation
                     for told in (self._caps, self._bounds, self.reasons):
                         told.pop(job, None)
         return plan
@@ -312,6 +260,9 @@ class _Round:
         """
         jobs = []
         for job in self._snapshot.jobs:
+            if (placed := self._placed.get(job.name)) is not None:
+                jobs.append(replace(job, allocation=placed, is_pinned=True))
+                continue
             cap, bound = self._cap_of(job), self._bounds.get(job.name)
             if bound is not None and bound.types:
                 job = replace(job, spec=replace(job.spec, accelerators=bound.types))
@@ -636,47 +587,14 @@ class _Round:
             wanted += min(number, sum(self._useful(job, types) for job in group.jobs))
         return min(wanted, self._declined.get(group.title, wanted))
 
-    @staticmethod
-    def noted(plan: Plan, reasons: Mapping[str, str]) -> Plan:
-        """With why jobs are held back in its explanation, which is all that a round keeps."""
-        explanation = plan.explanation
-        if explanation is None or not reasons:
-            return plan
-        jobs = tuple(
-            replace(decision, note="; ".join(filter(None, (decision.note, reasons.get(decision.job)))))
-            for decision in explanation.jobs
-        )
-        return replace(plan, explanation=replace(explanation, jobs=jobs))
 
-
-def _with_shares(jobs: tuple[JobView, ...], entitled: Entitlements, usage: Usage) -> tuple[JobView, ...]:
-    """Jobs with what their owner is entitled to: of all slots, by team, then by user, in equal shares of all jobs."""
-    if not entitled.teams:
-        return jobs
-    owners = dict.fromkeys(job.spec.owner for job in jobs)
-    teams: dict[str, list[str]] = {}
-    for owner in owners:
-        teams.setdefault(entitled.team_of(owner), []).append(owner)
-    by_team = _divided(
-        {name: entitled.teams.get(name, Quota()).weight for name in teams},
-        {name: sum(usage.of(owner) for owner in members) for name, members in teams.items()},
+def _noted(plan: Plan, reasons: Mapping[str, str]) -> Plan:
+    """With why jobs are held back in its explanation, which is all that a round keeps."""
+    explanation = plan.explanation
+    if explanation is None or not reasons:
+        return plan
+    jobs = tuple(
+        replace(decision, note="; ".join(filter(None, (decision.note, reasons.get(decision.job)))))
+        for decision in explanation.jobs
     )
-    share: dict[str, float] = {}
-    for name, members in teams.items():
-        quotas = {one: entitled.users[one].quota if one in entitled.users else Quota() for one in members}
-        inside = _divided({one: quota.weight for one, quota in quotas.items()}, {one: usage.of(one) for one in members})
-        for owner, part in inside.items():
-            exact = len(jobs) * by_team[name] * part
-            share[owner] = math.exp(round(math.log(max(exact, 1e-9)) / _SHARE_STEP) * _SHARE_STEP)
-    return tuple(replace(job, share=share[job.spec.owner]) for job in jobs)
-
-
-def _divided(weights: Mapping[str, float], used: Mapping[str, float]) -> dict[str, float]:
-    """Shares that add up to 1, by weight, less for those that have used more than their part."""
-    total, total_used = sum(weights.values()), sum(used.values())
-    worth = {}
-    for name, weight in weights.items():
-        over = used[name] / total_used / (weight / total) if total_used > 0 else 0.0
-        worth[name] = weight * max(2.0**-over, _LEAST_FACTOR)
-    whole = sum(worth.values())
-    return {name: value / whole for name, value in worth.items()}
+    return replace(plan, explanation=replace(explanation, jobs=jobs))

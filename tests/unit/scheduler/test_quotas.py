@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.scheduler.caps import Demand, allot
-from pollux.scheduler.quotas import Quotas, Usage
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import verify_plan
 from pollux.scheduler.shares import Entitlements, Quota, TeamMember
+from pollux.scheduler.usage import Usage
 from pollux.server.present.views import standing_in_words
 from pollux.testing.examples import examples
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes, snapshots

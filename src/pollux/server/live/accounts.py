@@ -29,8 +29,7 @@ from pollux.api.access import (
     check_account_name,
 )
 from pollux.errors import AccessDeniedError, InvalidValueError, UnknownNameError
-from pollux.scheduler.quotas import Standing
-from pollux.scheduler.shares import Entitlements, Quota, TeamMember, check_guarantees, check_inside, unkept
+from pollux.scheduler.shares import Entitlements, Quota, Standing, TeamMember, check_guarantees, check_inside, unkept
 from pollux.server.http.auth import Person
 from pollux.server.storage.accounts import AccountStore, Team, Token, User
 from pollux.server.storage.database import Database

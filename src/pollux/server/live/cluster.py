@@ -35,8 +35,9 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.ports import NodePool
-from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.record import JobRecord
+from pollux.scheduler.usage import HALF_LIFE_S
 from pollux.server.config import ClusterConfig
 from pollux.server.live.calls import Calls
 from pollux.server.live.clock import LiveClock

@@ -35,8 +35,8 @@ from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.node_types import Prices
 from pollux.scheduler.nodes import slots_by_type
-from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.shares import Standing
 from pollux.server.present.deadlines import ended_in_words
 from pollux.server.present.explanations import changes_of, explain
 from pollux.server.storage.records import StoredResize, StoredRound
