@@ -31,6 +31,10 @@ for _name in [name for name in os.environ if name.startswith(("POLLUX_", "RAY_",
 for _name in ("CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "PY_COLORS", "RANK", "WORLD_SIZE"):
     os.environ.pop(_name, None)
 
+# Tests start processes in other folders, where a relative path names nothing: the installed package would be run.
+if _path := os.environ.get("PYTHONPATH"):
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, _path.split(os.pathsep)))
+
 # As in the Makefile: hundreds of interpreters that tests start must not compile everything again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

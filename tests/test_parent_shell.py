@@ -25,6 +25,15 @@ BLOCKED = (
 )
 
 
+def test_a_relative_path_of_modules_is_made_absolute() -> None:
+    """Processes in other folders would run the package that is installed, and not the one that is tested."""
+    probe = "import os, tests.conftest; print(os.environ['PYTHONPATH'])"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(("src", "/lib/of/mine"))}
+    done = subprocess.run([sys.executable, "-c", probe], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split(os.pathsep) == [str(ROOT / "src"), "/lib/of/mine\n"]
+
+
 def test_ignored_and_blocked_signals_and_variables_are_not_passed_on() -> None:
     env = {**os.environ, "POLLUX_URL": "http://nowhere", "COLUMNS": "20", "FORCE_COLOR": "1"}
     shell = ["sh", "-c", 'trap "" INT HUP; exec "$@"', "sh", sys.executable, "-c", BLOCKED]

@@ -11,6 +11,7 @@ from pollux.errors import InvalidValueError
 
 MAX_ARRAY_JOBS = 10_000
 MAX_ARRAY_BYTES = 64_000_000  # of the requests of all its jobs, which are kept one by one
+MAX_DEPENDENCIES = 100_000  # of all its jobs, or of one job
 _FORM = re.compile(r"[0-9]{1,6}(-[0-9]{1,6}|(,[0-9]{1,6})*)(%[1-9][0-9]{0,5})?")
 
 
@@ -38,4 +39,15 @@ def check_array_bytes(text: str, num_jobs: int, request_bytes: int) -> None:
             f"array {text!r:.80}: {num_jobs} jobs with a request of {request_bytes} bytes each are {total} bytes; at "
             f"most {MAX_ARRAY_BYTES} are allowed: make env or command shorter (a file can hold what is long), or "
             "submit fewer jobs"
+        )
+
+
+def check_num_dependencies(num_jobs: int, num_each: int) -> None:
+    """Raises:
+    InvalidValueError: all jobs of a request wait for too many others together.
+    """
+    if num_jobs * num_each > MAX_DEPENDENCIES:
+        raise InvalidValueError(
+            f"{num_jobs} jobs that wait for {num_each} others each have {num_jobs * num_each} dependencies; at most "
+            f"{MAX_DEPENDENCIES} are allowed in one request: let one job wait for these, and the others for that one"
         )

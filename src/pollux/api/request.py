@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pollux.api.array import check_array_bytes, parse_array
+from pollux.api.array import check_array_bytes, check_num_dependencies, parse_array
 from pollux.api.codec import Json, dumps
 from pollux.api.constraint import check_constraints, parse_constraint
 from pollux.api.environment import check_environment, shown_environment
@@ -335,9 +335,11 @@ class JobRequest:
         """The jobs of an array: ``name-0``, ... with POLLUX_ARRAY_INDEX in their environment. Itself, if it is none.
 
         Raises:
-            InvalidValueError: the requests of all of them together, which are kept, are too large.
+            InvalidValueError: the requests of all of them together, which are kept, are too large, or wait for too
+                many jobs.
         """
         indices = parse_array(self.array) if self.array else ()
+        check_num_dependencies(len(indices) or 1, len(self.waits_for))
         if indices:
             check_array_bytes(self.array, len(indices), len(dumps(self.to_dict(), "request")))
         limit = int(self.array.partition("%")[2] or 0) or None

@@ -49,6 +49,9 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 }
 
 
+PREEMPTED = "preempted"  # the reason of a job that others took the slots of
+
+
 @dataclass(frozen=True, slots=True)
 class Transition:
     """One change of state: when, from what to what, and why."""

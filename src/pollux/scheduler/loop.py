@@ -20,7 +20,7 @@ from pollux.scheduler.config import SchedulerConfig as SchedulerConfig
 from pollux.scheduler.deadlines import Deadlines, Verdict
 from pollux.scheduler.device_memory import memory_by_type, narrowed, newly_unfit, unfit_here
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
-from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.lifecycle import PREEMPTED, JobState
 from pollux.scheduler.node_health import NodeHealth
 from pollux.scheduler.nodes import SlotRules, noticed, placeable, shrunk
 from pollux.scheduler.planner import Planner
@@ -592,7 +592,7 @@ class Scheduler:
             case Resize(allocation=allocation):
                 command = record.resize(allocation, now)
             case _:
-                record.move(JobState.STOPPING, now, "preempted")
-                command = StopJob(job=record.name, reason="preempted")
+                record.move(JobState.STOPPING, now, PREEMPTED)
+                command = StopJob(job=record.name, reason=PREEMPTED)
         self._store.save_job(record)
         return command

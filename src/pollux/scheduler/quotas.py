@@ -4,81 +4,26 @@ The planner (:mod:`pollux.scheduler.planner`) calls :meth:`Quotas.decide`. The p
 breaks a limit, leaves a guarantee unmet, or lets a job wait for one of lower priority, jobs that have too much are
 capped and the policy is asked again, so that it divides what they give back. A cap shrinks jobs to their minimum first;
 only where that is not enough, jobs stop: those of least priority, then the youngest.
-
-Shares make the weights: slots are divided by team, then by user, then by job. A team or user that has used much lately
-counts for less (2^(-usage/entitlement), as Slurm's fair-share factor); usage decays with a half-life.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pollux.policy.dense import may_use
+from pollux.policy.gangs import demand
 from pollux.scheduler.caps import Demand, allot, first_of
 from pollux.scheduler.promises import Promises, limit_in_words
-from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota
-from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, JobView, Plan, Snapshot
+from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota, Standing
+from pollux.scheduler.usage import Usage, with_shares
+from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, JobView, Plan, Snapshot
 
-HALF_LIFE_S = 7 * 86400.0
 _MAX_PASSES = 8
-_SHARE_STEP = 0.1  # of the logarithm: smaller changes of a share are no reason to decide anew
-_LEAST_FACTOR = 2.0**-4  # of heavy use: nothing starves for what its team did last week
 
 NO_PLAN = Plan(allocations={})
 
 Ask = Callable[[Snapshot], Plan]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What a team, or a user of it, holds of what it is guaranteed, and with whom the rest is."""
-
-    team: str
-    user: str = ""
-    num_guaranteed: int
-    num_held: int
-    num_wanted: int = 0  # of those guaranteed, that its jobs can use, as the policy finds
-    lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team; a user's by colleague
-    since: float | None = None  # lent
-    unmovable: tuple[str, ...] = ()  # jobs of those that it is lent to, which give nothing back before they end
-
-    @property
-    def num_lent(self) -> int:
-        return sum(self.lent_to.values())
-
-
-class Usage:
-    """Slot-seconds by user, which halve with every half-life."""
-
-    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
-        self._half_life_s, self._at = half_life_s, 0.0
-        self._by_user: dict[str, float] = {}
-
-    def recall(self, used: Iterable[tuple[str, float, float]], now: float) -> None:
-        """From what was recorded: owner, slot-seconds, and when."""
-        self._at, self._by_user = now, {}
-        for owner, slot_s, at in used:
-            kept = slot_s * self._kept(max(now - at, 0.0))
-            self._by_user[owner] = self._by_user.get(owner, 0.0) + kept
-
-    def account(self, now: float, held: Iterable[tuple[str, int]]) -> None:
-        """``held``: owner and slots of each job since the last call."""
-        elapsed_s, self._at = max(now - self._at, 0.0), now
-        if elapsed_s == 0:
-            return
-        kept = self._kept(elapsed_s)
-        for owner in self._by_user:
-            self._by_user[owner] *= kept
-        for owner, num_slots in held:
-            self._by_user[owner] = self._by_user.get(owner, 0.0) + num_slots * elapsed_s
-
-    def of(self, owner: str) -> float:
-        return self._by_user.get(owner, 0.0)
-
-    def _kept(self, elapsed_s: float) -> float:
-        return float(2.0 ** (-elapsed_s / self._half_life_s))
 
 
 class Quotas:
@@ -101,7 +46,7 @@ class Quotas:
         plan = round_.run(ask)
         self.reasons = {job: reason for job, reason in round_.all_reasons().items() if round_.is_short(job, plan)}
         self.standings = round_.standings(plan, {(one.team, one.user): one for one in self.standings})
-        return round_.noted(plan, self.reasons)
+        return _noted(plan, self.reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +79,7 @@ class _Round:
         self._slots: dict[str, int] = {}
         for node in snapshot.nodes:
             self._slots[node.accelerator] = self._slots.get(node.accelerator, 0) + node.num_slots
-        self._snapshot = replace(snapshot, jobs=_with_shares(snapshot.jobs, entitled, usage))
+        self._snapshot = replace(snapshot, jobs=with_shares(snapshot.jobs, entitled, usage))
         self._position = {job.name: place for place, job in enumerate(snapshot.jobs)}
         self._teams = self._grouped(lambda job: entitled.team_of(job.spec.owner), self._team_quota, "team")
         self._users = self._grouped(lambda job: job.spec.owner, self._user_quota, "user")
@@ -142,6 +87,9 @@ class _Round:
         self._bounds: dict[str, _Bound] = {}  # of waiting jobs that must not be moved; found anew for every plan
         self._gave: dict[str, int] = {}  # by job that slots were taken from, what it had before
         self._declined: dict[str, int] = {}  # by claimant: more than so many slots it has no use for
+        self._preferred: tuple[str, dict[str, int], dict[str, str]] | None = None  # last: a job; caps, reasons before
+        self._placed: dict[str, Allocation] = {}  # jobs that the policy alone would have let wait
+        self._unplaceable: set[str] = set()  # jobs that slots were freed for, and that the policy could not place
         self.reasons: dict[str, str] = {}
 
     def _team_quota(self, name: str) -> Quota:
@@ -166,7 +114,10 @@ class _Round:
             if not self._tighten(plan):
                 break
             plan = ask(self._capped())
-        return self._unbroken(ask(self._capped()) if self._return_idle(plan) else plan)
+        plan = self._filled(plan, ask)
+        if self._return_idle(plan):
+            plan = self._filled(ask(self._capped()), ask)
+        return self._unbroken(plan)
 
     def _return_idle(self, plan: Plan) -> bool:
         """Raise caps of jobs that gave slots which the claimant then did not use; whether there were any."""
@@ -185,8 +136,109 @@ class _Round:
                     self.reasons.pop(job.name, None)  # it keeps all that it had
         return is_raised
 
+    def _filled(self, plan: Plan, ask: Ask) -> Plan:
+        """With waiting jobs on free slots, as far as their team or user is guaranteed these.
+
+        A policy may leave slots free behind its next job. It is asked to place these alone, all others being pinned.
+        """
+        failed: set[str] = set()
+        for _ in range(_MAX_PASSES):
+            wanted = self._below_guarantee(plan, failed)
+            if not wanted:
+                break
+            answer = ask(self._all_but(wanted, plan))
+            placed = {job: answer.allocation_of(job) for job in wanted if answer.allocation_of(job)}
+            placed = {job: one for job, one in placed.items() if self._fits(plan, one)}
+            # Of several that wait, the first may hold up the others.
+            failed |= set() if placed else {next(iter(wanted))}
+            for job, allocation in placed.items():
+                if self._fits(plan, allocation):
+                    plan = replace(plan, allocations={**plan.allocations, job: allocation})
+                    self._placed[job] = allocation
+                    for told in (self._caps, self._bounds, self.reasons):
+                        told.pop(job, None)
+        return plan
+
+    def _below_guarantee(self, plan: Plan, failed: Collection[str]) -> dict[str, _Bound]:
+        """Waiting jobs that could start within what their team or user is guaranteed, with how they may start."""
+        found: dict[str, _Bound] = {}
+        if not self._free(plan, self._slots):
+            return found
+        promises = Promises(self._entitled, self._slots)
+        for job in self._snapshot.jobs:
+            if not job.spec.is_preemptible and (kind := self._type(plan, job)) is not None:
+                promises.add(job.spec.owner, kind, self._count(plan, job))
+        spare = self._spare(plan)
+        for group in (*self._teams.values(), *self._users.values()):
+            for kind, guaranteed in group.quota.guarantee.items():
+                types = [each for each in self._slots if kind in (each, ANY_TYPE)]
+                room = guaranteed - sum(self._count(plan, job) for job in group.jobs if self._is_on(plan, job, kind))
+                starts = (bound for job in group.jobs if (bound := found.get(job.name)) is not None)
+                room -= sum(bound.most for bound in starts if not bound.types.isdisjoint(types))
+                for job in sorted(group.jobs, key=lambda job: -job.spec.priority) if room > 0 else ():
+                    if self._count(plan, job) or job.is_pinned or job.name in found or job.name in failed:
+                        continue
+                    bound = self._start_of(job, types, room, spare, promises)
+                    if bound is not None:
+                        found[job.name] = bound
+                        room -= bound.most
+        return found
+
+    def _spare(self, plan: Plan) -> dict[tuple[str, str], int]:
+        """Free slots, under the title "", and what groups have left of their limits; by title and type."""
+        spare = {("", each): self._free(plan, [each]) for each in self._slots}
+        for group in (*self._teams.values(), *self._users.values()):
+            for kind, limit in group.quota.limit.items():
+                held = sum(self._count(plan, job) for job in group.jobs if self._is_on(plan, job, kind))
+                spare[group.title, kind] = limit - held
+        return spare
+
+    def _start_of(
+        self, job: JobView, types: Iterable[str], room: int, spare: dict[tuple[str, str], int], promises: Promises
+    ) -> _Bound | None:
+        """On which one type, and with how many slots, a waiting job may start; these are spare no more then."""
+        owner, least = job.spec.owner, job.spec.min_replicas
+        titles = ("", self._teams[self._entitled.team_of(owner)].title, self._users[owner].title)
+        for each in types:
+            keys = [(title, kind) for title in titles for kind in (each, ANY_TYPE) if (title, kind) in spare]
+            most = min(demand(job), room, *(spare[key] for key in keys))
+            if most < least or not may_use(job, each):
+                continue
+            if not job.spec.is_preemptible:
+                fits = (one for one in range(most, least - 1, -1) if not promises.why_not(owner, each, one))
+                if not (most := next(fits, 0)):
+                    continue
+                promises.add(owner, each, most)
+            for key in keys:
+                spare[key] -= most
+            return _Bound(types=frozenset({each}), most=most)
+        return None
+
+    def _all_but(self, wanted: Mapping[str, _Bound], plan: Plan) -> Snapshot:
+        """The snapshot with all jobs as the plan has them, and not to be changed, but these."""
+        jobs = []
+        for job in self._snapshot.jobs:
+            if (bound := wanted.get(job.name)) is None:
+                jobs.append(replace(job, allocation=plan.allocation_of(job.name), is_pinned=True))
+                continue
+            spec = replace(job.spec, accelerators=bound.types, max_replicas=min(job.spec.max_replicas, bound.most))
+            held = first_of(job.allocation, bound.most)
+            is_there = self._fits(plan, held) and {self._type_of[share.node] for share in held.shares} <= bound.types
+            jobs.append(replace(job, spec=spec, allocation=held if is_there else NO_ALLOCATION))
+        return replace(self._snapshot, jobs=tuple(jobs))
+
+    def _fits(self, plan: Plan, allocation: Allocation) -> bool:
+        """Whether these slots are free in the plan."""
+        free = {node.name: node.num_slots for node in self._snapshot.nodes}
+        for job in self._snapshot.jobs:
+            for node, count in plan.allocation_of(job.name).shares:
+                free[node] -= count
+        return all(free[node] >= count for node, count in allocation.shares)
+
     def _tighten(self, plan: Plan) -> bool:
         """Cap jobs for the first rule that the plan breaks; whether there was one."""
+        if self._take_back(plan):
+            return True
         for groups in (self._users, self._teams):
             if any([self._keep_limit(group, plan) for group in groups.values()]):
                 return True
@@ -208,6 +260,9 @@ class _Round:
         """
         jobs = []
         for job in self._snapshot.jobs:
+            if (placed := self._placed.get(job.name)) is not None:
+                jobs.append(replace(job, allocation=placed, is_pinned=True))
+                continue
             cap, bound = self._cap_of(job), self._bounds.get(job.name)
             if bound is not None and bound.types:
                 job = replace(job, spec=replace(job.spec, accelerators=bound.types))
@@ -383,13 +438,29 @@ class _Round:
             ]
             number = job.spec.min_replicas - self._free(plan, reach)
             held = sum(self._count(plan, other) for other in lower)
-            if not lower or number <= 0 or held < number:
+            if not lower or number <= 0 or held < number or job.name in self._unplaceable:
                 continue
+            before = job.name, dict(self._caps), dict(self.reasons)
             caps = {other.name: self._count(plan, other) for other in self._snapshot.jobs if other is not job}
             caps |= allot([self._demand(plan, other) for other in lower], held - number)
             if self._cap(caps, f"slots go to {job.name}, which has priority {job.spec.priority}", plan):
+                self._preferred = before
                 return True
         return False
+
+    def _take_back(self, plan: Plan) -> bool:
+        """Undo the caps by which slots were freed for a job of higher priority if it still waits; whether that is so.
+
+        It may fit on no nodes, or not under a limit. Then the slots are for the others.
+        """
+        if self._preferred is None:
+            return False
+        name, caps, reasons = self._preferred
+        if plan.allocation_of(name):
+            return False
+        self._caps, self.reasons, self._preferred = caps, reasons, None
+        self._unplaceable.add(name)
+        return True
 
     # What a plan gives ------------------------------------------------------------------------
 
@@ -516,47 +587,14 @@ class _Round:
             wanted += min(number, sum(self._useful(job, types) for job in group.jobs))
         return min(wanted, self._declined.get(group.title, wanted))
 
-    @staticmethod
-    def noted(plan: Plan, reasons: Mapping[str, str]) -> Plan:
-        """With why jobs are held back in its explanation, which is all that a round keeps."""
-        explanation = plan.explanation
-        if explanation is None or not reasons:
-            return plan
-        jobs = tuple(
-            replace(decision, note="; ".join(filter(None, (decision.note, reasons.get(decision.job)))))
-            for decision in explanation.jobs
-        )
-        return replace(plan, explanation=replace(explanation, jobs=jobs))
 
-
-def _with_shares(jobs: tuple[JobView, ...], entitled: Entitlements, usage: Usage) -> tuple[JobView, ...]:
-    """Jobs with what their owner is entitled to: of all slots, by team, then by user, in equal shares of all jobs."""
-    if not entitled.teams:
-        return jobs
-    owners = dict.fromkeys(job.spec.owner for job in jobs)
-    teams: dict[str, list[str]] = {}
-    for owner in owners:
-        teams.setdefault(entitled.team_of(owner), []).append(owner)
-    by_team = _divided(
-        {name: entitled.teams.get(name, Quota()).weight for name in teams},
-        {name: sum(usage.of(owner) for owner in members) for name, members in teams.items()},
+def _noted(plan: Plan, reasons: Mapping[str, str]) -> Plan:
+    """With why jobs are held back in its explanation, which is all that a round keeps."""
+    explanation = plan.explanation
+    if explanation is None or not reasons:
+        return plan
+    jobs = tuple(
+        replace(decision, note="; ".join(filter(None, (decision.note, reasons.get(decision.job)))))
+        for decision in explanation.jobs
     )
-    share: dict[str, float] = {}
-    for name, members in teams.items():
-        quotas = {one: entitled.users[one].quota if one in entitled.users else Quota() for one in members}
-        inside = _divided({one: quota.weight for one, quota in quotas.items()}, {one: usage.of(one) for one in members})
-        for owner, part in inside.items():
-            exact = len(jobs) * by_team[name] * part
-            share[owner] = math.exp(round(math.log(max(exact, 1e-9)) / _SHARE_STEP) * _SHARE_STEP)
-    return tuple(replace(job, share=share[job.spec.owner]) for job in jobs)
-
-
-def _divided(weights: Mapping[str, float], used: Mapping[str, float]) -> dict[str, float]:
-    """Shares that add up to 1, by weight, less for those that have used more than their part."""
-    total, total_used = sum(weights.values()), sum(used.values())
-    worth = {}
-    for name, weight in weights.items():
-        over = used[name] / total_used / (weight / total) if total_used > 0 else 0.0
-        worth[name] = weight * max(2.0**-over, _LEAST_FACTOR)
-    whole = sum(worth.values())
-    return {name: value / whole for name, value in worth.items()}
+    return replace(plan, explanation=replace(explanation, jobs=jobs))

@@ -108,3 +108,21 @@ def _check_sums(quotas: Iterable[tuple[str, Quota]], most: Mapping[str, int], wh
                 f"guarantees of {number} slots{of_type} in all ({', '.join(named)}); {where} {most.get(kind, 0)}: "
                 "lower one of them"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a team, or a user of it, holds of what it is guaranteed, and with whom the rest is."""
+
+    team: str
+    user: str = ""
+    num_guaranteed: int
+    num_held: int
+    num_wanted: int = 0  # of those guaranteed, that its jobs can use, as the policy finds
+    lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team; a user's by colleague
+    since: float | None = None  # lent
+    unmovable: tuple[str, ...] = ()  # jobs of those that it is lent to, which give nothing back before they end
+
+    @property
+    def num_lent(self) -> int:
+        return sum(self.lent_to.values())

@@ -172,6 +172,15 @@ def test_an_array_is_bounded_in_bytes_too():
     assert len(JobRequest(command=COMMAND, array="0-9999").expand()) == 10_000
 
 
+def test_the_dependencies_of_an_array_are_bounded_together():
+    """800 jobs that wait for 3,000 each took half a minute, and the names alone 15 MB."""
+    names = tuple(f"c-{number}" for number in range(3000))
+    with pytest.raises(InvalidValueError, match=r"2400000 dependencies; at most 100000 .* let one job wait for these"):
+        JobRequest(command=COMMAND, array="0-799", after=names[:1000], after_any=names[1000:]).expand()
+    assert len(JobRequest(command=COMMAND, array="0-32", after=names).expand()) == 33
+    assert len(JobRequest(command=COMMAND, after=names).expand()) == 1
+
+
 @given(requests())
 def test_a_spec_has_the_bounds_that_were_asked_for(request):
     (job, *_) = request.resolved("import pollux.train").expand()

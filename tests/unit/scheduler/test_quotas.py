@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.scheduler.caps import Demand, allot
-from pollux.scheduler.quotas import Quotas, Usage
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import verify_plan
 from pollux.scheduler.shares import Entitlements, Quota, TeamMember
+from pollux.scheduler.usage import Usage
 from pollux.server.present.views import standing_in_words
 from pollux.testing.examples import examples
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes, snapshots
@@ -399,6 +401,83 @@ def test_a_job_of_higher_priority_has_its_minimum_from_its_own_team(policy):
     other.jobs.append(make_job("urgent", owner="vision", priority=5, num_resizes=None, **wide))
     if policy == "fifo":  # another team's priority is nothing to them
         assert other.decide()["urgent"] == 0
+
+
+@pytest.mark.parametrize("least", [3, 4])
+def test_slots_that_a_job_of_higher_priority_cannot_have_are_for_others(least):
+    """Under its team's limit it cannot start. Slots were freed for it and stayed free, and the reason was untrue."""
+    entitled = entitlements(nlp=Quota(limit=of(3)))
+    single = {"owner": "nlp", "min_replicas": 1, "max_replicas": 1, "allocation": Allocation.of(("n0", 1))}
+    running = [make_job("keeps", priority=1, **single), make_job("low", **single)]
+    cluster = Cluster(entitled, *running, policy="fifo", nodes=make_nodes(1, 4))
+    cluster.jobs.append(
+        make_job("urgent", owner="nlp", priority=1, min_replicas=least, max_replicas=least, num_resizes=None)
+    )
+    assert cluster.decide() == {"keeps": 1, "low": 1, "urgent": 0}
+    assert not cluster.quotas.reasons.get("low", "").startswith("slots go to urgent")
+
+
+@pytest.mark.parametrize("policy", ["pollux", "fifo", "srtf", "equal"])
+def test_a_guarantee_is_met_behind_a_job_that_fits_nowhere(policy):
+    entitled = entitlements(vision=Quota(guarantee=of(2), limit=of(3)), nlp=Quota())
+    held = make_job("nlp0", owner="nlp", min_replicas=2, max_replicas=2, allocation=Allocation.of(("n0", 2)))
+    wide = make_job("vision0", owner="vision", min_replicas=3, max_replicas=3, num_resizes=None)
+    narrow = make_job("vision1", owner="vision", min_replicas=1, max_replicas=1, num_resizes=None)
+    rigid = make_job(
+        "vision2", owner="vision", min_replicas=1, max_replicas=1, num_resizes=None, is_preemptible=False
+    )  # fmt: skip
+    cluster = Cluster(entitled, held, wide, narrow, rigid, policy=policy, nodes=make_nodes(1, 4))
+    for _ in range(3):  # and it stays so
+        assert cluster.decide() == {"nlp0": 2, "vision0": 0, "vision1": 1, "vision2": 1}
+
+
+def test_free_slots_beyond_the_guarantee_are_the_policys():
+    entitled = entitlements(vision=Quota(guarantee=of(1)), nlp=Quota())
+    wide = make_job("nlp0", owner="nlp", min_replicas=4, max_replicas=4, num_resizes=None)
+    held = make_job(
+        "vision0", owner="vision", min_replicas=1, max_replicas=1, allocation=Allocation.of(("n0", 1))
+    )  # fmt: skip
+    behind = make_job("vision1", owner="vision", min_replicas=1, max_replicas=1, num_resizes=None)
+    cluster = Cluster(entitled, held, wide, behind, policy="fifo", nodes=make_nodes(1, 4))
+    assert cluster.decide() == {"vision0": 1, "nlp0": 0, "vision1": 0}  # the wide job would wait for ever
+
+
+@examples(300)
+@given(st.integers(0, 2**32), st.sampled_from(["pollux", "fifo", "srtf", "fifo"]))
+def test_no_slot_is_free_that_a_job_is_guaranteed_to(seed, policy):
+    chance = random.Random(seed)
+    nodes = make_nodes(chance.choice([1, 2, 3]), 4)
+    total, left = 4 * len(nodes), {node.name: 4 for node in nodes}
+    promised = {"vision": chance.randint(0, total // 2)}
+    promised["nlp"] = chance.randint(0, total - promised["vision"])
+    entitled = entitlements(
+        vision=Quota(guarantee=of(promised["vision"]), limit=of(max(promised["vision"], 3))),
+        nlp=Quota(guarantee=of(promised["nlp"])),
+    )
+    jobs = []
+    for number in range(chance.randint(1, 3 * len(nodes))):
+        count, is_rigid = chance.choice([1, 1, 2, 2, 3, 4]), chance.random() < 0.4
+        spec = {
+            "owner": chance.choice(["vision", "nlp"]),
+            "is_preemptible": not is_rigid,
+            "min_replicas": count if is_rigid else chance.randint(1, count),
+            "max_replicas": count if is_rigid else chance.choice([count, count + 1, 8]),
+            "priority": chance.choice([0, 0, 1]),
+        }
+        node = chance.choice(nodes).name
+        if chance.random() < 0.6 and left[node] >= count:
+            left[node] -= count
+            jobs.append(make_job(f"j{number}", allocation=Allocation.of((node, count)), **spec))
+        else:
+            jobs.append(make_job(f"j{number}", num_resizes=None, **spec))
+    cluster = Cluster(entitled, *jobs, policy=policy, nodes=nodes)
+    counts = cluster.decide()
+    for team, guaranteed in promised.items():
+        held = sum(counts[job.name] for job in jobs if job.spec.owner == team)
+        limit = entitled.teams[team].limit.get("any", total)
+        room = min(total - sum(counts.values()), guaranteed - held, limit - held)
+        waiting = [job for job in jobs if job.spec.owner == team and not counts[job.name]]
+        assert not [job.name for job in waiting if job.spec.min_replicas <= room]
 
 
 def test_shrinking_comes_before_stopping():

@@ -29,13 +29,13 @@ from pollux.api.access import (
     check_account_name,
 )
 from pollux.errors import AccessDeniedError, InvalidValueError, UnknownNameError
-from pollux.scheduler.quotas import Standing
-from pollux.scheduler.shares import Entitlements, Quota, TeamMember, check_guarantees, check_inside, unkept
+from pollux.scheduler.shares import Entitlements, Quota, Standing, TeamMember, check_guarantees, check_inside, unkept
 from pollux.server.http.auth import Person
 from pollux.server.storage.accounts import AccountStore, Team, Token, User
 from pollux.server.storage.database import Database
 from pollux.types import Node
 
+MAX_TOKENS = 200  # of one user, that are valid
 TOKEN_PREFIX = "plx_"  # so that scanners for leaked secrets can know it
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class Accounts:
 
         Raises:
             InvalidValueError: it would be good for more than its user, or than who asks; or a link for more than
-                looking.
+                looking; or the user has too many.
         """
         most: Role = "viewer" if request.user is None else _least(asked_as, self._user(request.user).role)
         role = request.role or most
@@ -242,10 +242,19 @@ class Accounts:
             revoked_at=None,
         )
         with self._turn:
+            self._require_few_tokens(request.user, now)
             token = dataclasses.replace(token, id=self._store.add_token(token))
             self._put_tokens([token])
         logger.info("token %d: made for %s, %s", token.id, token.user or "a link", token.role)
         return NewToken(token=text, summary=_token_summary(token))
+
+    def _require_few_tokens(self, user: str | None, now: float) -> None:
+        num_live = sum(token.user == user and token.is_valid(now) for token in self._tokens.values())
+        if user is not None and num_live >= MAX_TOKENS:
+            raise InvalidValueError(
+                f"there are {num_live} tokens of user {user!r} that are valid; at most {MAX_TOKENS} are allowed: "
+                f"revoke those that are not used, see pollux user tokens {user}"
+            )
 
     def revoke(self, which: Revocation) -> list[TokenSummary]:
         """Revoke a token, or all of a user; those that were revoked now.

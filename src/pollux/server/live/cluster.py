@@ -22,6 +22,7 @@ from dataclasses import replace
 from datetime import date
 from typing import TypeVar
 
+from pollux.api.array import parse_array
 from pollux.api.cluster import NodeSummary
 from pollux.api.job import JobSummary
 from pollux.api.report import Report, ReportAnswer
@@ -34,8 +35,9 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.ports import NodePool
-from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.record import JobRecord
+from pollux.scheduler.usage import HALF_LIFE_S
 from pollux.server.config import ClusterConfig
 from pollux.server.live.calls import Calls
 from pollux.server.live.clock import LiveClock
@@ -586,5 +588,8 @@ class Cluster:
 
 def _first_spec(request: JobRequest, now: float) -> JobSpec:
     """What a job asks for, before it is admitted; of an array its first."""
-    first = replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
+    if request.array:
+        request = replace(request, array=f"{parse_array(request.array)[0]}")
+    (one,) = request.expand()
+    first = replace(one, kind="elastic" if request.kind == "auto" else request.kind)
     return first.to_spec(first.name, now)

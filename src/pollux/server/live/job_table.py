@@ -35,7 +35,7 @@ from pollux.server.live.unix_users import close_folder, environment_of, give_fol
 from pollux.server.live.versions import versions_of
 from pollux.server.storage.files import SERVER_FILE
 from pollux.server.storage.records import StoredJob
-from pollux.server.storage.store import SqlStore
+from pollux.server.storage.store import SqlStore, encoded
 from pollux.server.storage.workdirs import DEFAULT_MAX_MIB, Workdirs
 from pollux.server_address import FILE_VARIABLE
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
@@ -43,6 +43,7 @@ from pollux.types import JobDecision, ThroughputParams
 
 MAX_SCRIPT_BYTES = 10_000_000
 MAX_MODULE_BYTES = 1_000_000  # of a file that a script imports
+MAX_UNENDED = 20_000  # jobs of one user, who is not the operator
 NUM_ENDED = 4096  # jobs that are over of which the last report and decision stay in memory
 WORK = "work"  # a job's copy of its working directory, in its folder
 NUM_CHANGES = 10  # decisions that are remembered of each job
@@ -126,7 +127,7 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
 
 
 class JobTable:
-    """Threads: any thread may read, and may :meth:`admit` a submission (under a lock) and :meth:`take_report`.
+    """Threads: any thread may read, and may :meth:`admit` a submission (in turns) and :meth:`take_report`.
 
     Only the scheduler thread changes anything else. A reader sees single attributes, each as of a moment ago.
     """
@@ -139,6 +140,7 @@ class JobTable:
         )
         self._turn = threading.Lock()
         self._names = store.names()  # of all jobs there ever were
+        self._reserved: dict[str, str] = {}  # names of jobs that are being written, with their owners
         self._jobs: dict[str, LiveJob] = {}  # that are not over
         self._ended: OrderedDict[str, LiveJob] = OrderedDict()  # that ended last
         self._tokens: dict[str, str] = {}  # hash of the token -> job
@@ -207,11 +209,40 @@ class JobTable:
         else:
             request = _resolved(request)
         request = self._with_versions(request)
-        with self._turn:
-            found = self._named(request).expand()
+        request, names = self._reserve(request)
+        try:
+            # Thousands of jobs take seconds to make: other submissions must not wait for that.
+            found = request.expand()
             if request.waits_for:
                 check_dependencies(found, self._existing(request.waits_for))
             return self._add(found, now)
+        finally:
+            with self._turn:
+                for name in names:
+                    del self._reserved[name]
+
+    def _reserve(self, request: JobRequest) -> tuple[JobRequest, list[str]]:
+        """The request under a name that is new, and the names of its jobs, which nobody else gets meanwhile."""
+        with self._turn:
+            request = self._named(request)
+            names = _names_of(request.name, _endings(request))
+            self._require_few(request.owner, len(names))
+            self._reserved.update(dict.fromkeys(names, request.owner))
+        return request, names
+
+    def _require_few(self, owner: str, num_more: int) -> None:
+        """Raises:
+        InvalidValueError: a user would have too many jobs.
+        """
+        if not owner or len(self._jobs) + len(self._reserved) + num_more <= MAX_UNENDED:
+            return
+        written = {job.name: job.request.owner for job in self.active if job.request is not None}
+        number = sum(one == owner for one in {**written, **self._reserved}.values()) + num_more
+        if number > MAX_UNENDED:
+            raise InvalidValueError(
+                f"user {owner} would have {number} jobs that are not over; at most {MAX_UNENDED} are allowed: submit "
+                "fewer, wait until some are over, or cancel some: pollux cancel 'NAME-*'"
+            )
 
     def _with_versions(self, request: JobRequest) -> JobRequest:
         cwd = request.cwd or "/"
@@ -222,7 +253,7 @@ class JobTable:
 
     def _named(self, request: JobRequest) -> JobRequest:
         """Under the first name for which it, or all of its array, are new."""
-        endings = [f"-{index}" for index in parse_array(request.array)] if request.array else [""]
+        endings = _endings(request)
         name = unique_name(request.name, _Taken(lambda name: self._is_taken(name, endings)))
         return dataclasses.replace(request, name=name)
 
@@ -231,23 +262,25 @@ class JobTable:
 
         No request is made for a name that is taken: of an array there may be thousands, and as many such names.
         """
-        names = [f"{name}{ending}" for ending in endings]
-        return not self._names.isdisjoint(names) or any(os.path.lexists(self.directory_of(one)) for one in names)
+        names = _names_of(name, endings)
+        is_used = not self._names.isdisjoint(names) or not self._reserved.keys().isdisjoint(names)
+        return is_used or any(os.path.lexists(self.directory_of(one)) for one in names)
 
     def _add(self, requests: Sequence[JobRequest], now: float) -> list[LiveJob]:
         """All or none: half of an array would be submitted twice when the caller tries again."""
         hashes = [_hash(self._token_of(request.name)) for request in requests]
-        rows = [
+        rows = encoded(
             (request.name, request.to_dict(), token_hash) for request, token_hash in zip(requests, hashes, strict=True)
-        ]
-        sequences = self._store.add_requests(rows, now)
+        )
         added = []
-        for request, token_hash, sequence in zip(requests, hashes, sequences, strict=True):
-            job = LiveJob(name=request.name, sequence=sequence, submitted_at=now, request=request, is_held=True)
-            self._names.add(request.name)
-            self._tokens[token_hash] = request.name
-            self._jobs[request.name] = job
-            added.append(job)
+        with self._turn:  # so that the table is in the order of arrival
+            sequences = self._store.add_encoded(rows, now)
+            for request, token_hash, sequence in zip(requests, hashes, sequences, strict=True):
+                job = LiveJob(name=request.name, sequence=sequence, submitted_at=now, request=request, is_held=True)
+                self._names.add(request.name)
+                self._tokens[token_hash] = request.name
+                self._jobs[request.name] = job
+                added.append(job)
         return added
 
     def hold(self, stored: Iterable[StoredJob]) -> list[LiveJob]:
@@ -288,7 +321,7 @@ class JobTable:
         if all(name in found for name in names):
             return found
         over: tuple[str, Sequence[str]] = (JobState.SUCCEEDED.value, ())
-        return {**dict.fromkeys(self._names, over), **found}  # all names, to suggest one from
+        return {**dict.fromkeys(self._names.copy(), over), **found}  # all names, to suggest one from
 
     # While it lives ---------------------------------------------------------------------------
 
@@ -395,6 +428,15 @@ class JobTable:
 def job_token(secret: str, job: str) -> str:
     """What a job shows to report; it cannot be made without the secret."""
     return hmac.new(secret.encode(), f"job {job}".encode(), hashlib.sha256).hexdigest()
+
+
+def _endings(request: JobRequest) -> list[str]:
+    """What stands behind its name in the names of its jobs."""
+    return [f"-{index}" for index in parse_array(request.array)] if request.array else [""]
+
+
+def _names_of(name: str, endings: Sequence[str]) -> list[str]:
+    return [f"{name}{ending}" for ending in endings]
 
 
 def _hash(token: str) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from pollux.scheduler.deadlines import DeadlineStanding
 from pollux.scheduler.loop import Scheduler
-from pollux.scheduler.quotas import Standing, Usage
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.shares import Standing
+from pollux.scheduler.usage import Usage
 from pollux.server.live.job_table import JobTable
 
 

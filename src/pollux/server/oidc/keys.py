@@ -20,6 +20,7 @@ from pollux.tls import client_context
 FRESH_S = 600.0  # then they are fetched again
 STALE_S = 86400.0  # so long they are used while the issuer is away
 PAUSE_S = 10.0  # between two attempts: anyone can name a key that there is none of
+MAX_WAITING = 4  # threads, while an attempt lasts: an issuer may be slow, and others need threads, too
 MAX_BYTES = 1 << 20
 DISCOVERY = "/.well-known/openid-configuration"
 
@@ -42,6 +43,7 @@ class IssuerKeys:
 
     def __init__(self, config: OidcConfig) -> None:
         self._config, self._turn = config, threading.Lock()
+        self._room, self._is_fetching = threading.BoundedSemaphore(MAX_WAITING), False
         self._keys: Mapping[str, PublicKey] = {}  # by their ids
         self._fetched_at = self._tried_at = float("-inf")
 
@@ -54,20 +56,30 @@ class IssuerKeys:
 
     def is_due(self, key_id: str) -> bool:
         """Whether to fetch them before this key is looked for."""
-        now = time.monotonic()
-        is_wanted = now - self._fetched_at > FRESH_S or self.find(key_id) is None
+        now, is_known = time.monotonic(), self.find(key_id) is not None
+        if is_known and self._is_fetching:
+            return False  # those of before are good enough meanwhile
+        is_wanted = now - self._fetched_at > FRESH_S or not is_known
         return is_wanted and now - self._tried_at > PAUSE_S
 
     def fetch(self, key_id: str) -> None:
         """Once, also if several callers ask meanwhile. A failure leaves the keys as they are.
 
         Raises:
-            ServerUnavailableError: there are no keys yet, and the issuer gives none.
+            ServerUnavailableError: there are no keys yet, and the issuer gives none; or too many wait for them.
         """
+        if not self._room.acquire(blocking=False):
+            raise ServerUnavailableError(f"the keys of {self._config.issuer} are being fetched; try again later")
+        try:
+            self._fetch_in_turn(key_id)
+        finally:
+            self._room.release()
+
+    def _fetch_in_turn(self, key_id: str) -> None:
         with self._turn:
             if not self.is_due(key_id):  # another thread was quicker
                 return
-            self._tried_at = time.monotonic()
+            self._is_fetching = True
             try:
                 self._keys = self._ask()
                 self._fetched_at = time.monotonic()
@@ -76,6 +88,8 @@ class IssuerKeys:
                 logger.warning("%s", reason)
                 if not self._keys:
                     raise ServerUnavailableError(f"{reason}; try again later, or use a token of Pollux") from error
+            finally:
+                self._is_fetching, self._tried_at = False, time.monotonic()  # a slow attempt is no pause
 
     def _ask(self) -> dict[str, PublicKey]:
         import jwt  # type: ignore[import-not-found,unused-ignore]

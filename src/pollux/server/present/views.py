@@ -29,14 +29,14 @@ from pollux.api.round import (
 from pollux.engines.live import NO_PHASE, JobPhase, UnusableNode
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.device_memory import memory_by_type, misfits
-from pollux.scheduler.lifecycle import JobState, Transition
+from pollux.scheduler.lifecycle import PREEMPTED, JobState, Transition
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.node_types import Prices
 from pollux.scheduler.nodes import slots_by_type
-from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.shares import Standing
 from pollux.server.present.deadlines import ended_in_words
 from pollux.server.present.explanations import changes_of, explain
 from pollux.server.storage.records import StoredResize, StoredRound
@@ -293,7 +293,13 @@ def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     num_slots, num_drained = there.get(kind, 0), capacity.num_drained.get(kind, 0)
     if least > num_slots - num_drained:
         return f"needs {slots}; {num_drained} of the cluster's {num_slots} are being drained"
-    return record.reason.partition("\n")[0] if record.history else "waiting for slots"
+    if not record.history:
+        return "waiting for slots"
+    reason = record.reason.partition("\n")[0]
+    if reason != PREEMPTED:
+        return reason
+    drained = f"; {num_drained} of the cluster's {num_slots} are being drained" * bool(num_drained)
+    return f"waiting for {slots}{drained}; it was {PREEMPTED}"
 
 
 _MAX_UNMOVABLE = 3  # jobs that are named

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,28 @@ _Row = sa.Row[Any]
 MAX_TRAINING_NOTES = 100  # of each job; the oldest are forgotten
 _NUM_SUGGESTIONS = 10
 _MAX_COMPARED = 1000  # names, when looking for one like the unknown one
+_MAX_ASKED = 1000  # names in one query: databases bound its variables
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRequest:
+    """A job to take in, in the form in which it is kept."""
+
+    name: str
+    form: str
+    token_hash: str
+
+
+def encoded(wanted: Iterable[tuple[str, Mapping[str, Json], str]]) -> list[EncodedRequest]:
+    """Of name, request and hash of the token of each. Of thousands it takes long: no lock should be held.
+
+    Raises:
+        InvalidValueError: a value that cannot be kept.
+    """
+    return [
+        EncodedRequest(_key(name), dumps(dict(request), f"request of job {name!r}"), token_hash)
+        for name, request, token_hash in wanted
+    ]
 
 
 class SqlStore(Database):
@@ -100,29 +123,26 @@ class SqlStore(Database):
 
     def add_requests(self, wanted: Sequence[tuple[str, Mapping[str, Json], str]], at: float | None = None) -> list[int]:
         """As :meth:`add_request`, all of them or none: name, request and hash of the token of each."""
-        rows = [
-            {
-                "name": _key(name),
-                "request": dumps(dict(request), f"request of job {name!r}"),
-                "state": JobState.PENDING.value,
-                "submitted_at": time.time() if at is None else at,
-            }
-            for name, request, _ in wanted
+        return self.add_encoded(encoded(wanted), at)
+
+    def add_encoded(self, rows: Sequence[EncodedRequest], at: float | None = None) -> list[int]:
+        """As :meth:`add_requests`, when the requests are in their stored form already."""
+        if not rows:
+            return []
+        at = time.time() if at is None else at
+        jobs = [
+            {"name": row.name, "request": row.form, "state": JobState.PENDING.value, "submitted_at": at} for row in rows
         ]
-        sequences: list[int] = []
         with self.adding() as connection:  # a submission must not wait while the scheduler saves a round
-            for row in rows:
-                name = row["name"]
-                if connection.scalar(sa.select(_jobs.c.sequence).where(_jobs.c.name == name)) is not None:
-                    raise InvalidValueError(
-                        f"there is a job named {name!r} already; names are unique for ever: take another"
-                    )
-                sequences.append(connection.execute(_jobs.insert().values(row)).inserted_primary_key[0])  # type: ignore[index]
-            secrets = [{"job": name, "token_hash": token_hash} for name, _, token_hash in wanted]
-            if secrets:
-                connection.execute(_secrets.insert(), secrets)
-        self._written_history.update({name: None for name, _, _ in wanted})
-        return sequences
+            for name in _sequences_of(connection, [row.name for row in rows]):
+                raise InvalidValueError(
+                    f"there is a job named {name!r} already; names are unique for ever: take another"
+                )
+            connection.execute(_jobs.insert(), jobs)
+            sequences = _sequences_of(connection, [row.name for row in rows])
+            connection.execute(_secrets.insert(), [{"job": row.name, "token_hash": row.token_hash} for row in rows])
+        self._written_history.update({row.name: None for row in rows})
+        return [sequences[row.name] for row in rows]
 
     def save_request(self, name: str, request: Mapping[str, Json]) -> None:
         """What a job asks for, changed."""
@@ -543,6 +563,16 @@ def _request(text: str) -> dict[str, Json]:
 def _storable(text: str) -> str:
     """Databases take no half characters, and some no NUL."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+
+
+def _sequences_of(connection: sa.Connection, names: Sequence[str]) -> dict[str, int]:
+    """Of those of these jobs that there are."""
+    found: dict[str, int] = {}
+    for start in range(0, len(names), _MAX_ASKED):
+        some = names[start : start + _MAX_ASKED]
+        rows = connection.execute(sa.select(_jobs.c.name, _jobs.c.sequence).where(_jobs.c.name.in_(some)))
+        found |= {row.name: row.sequence for row in rows}
+    return found
 
 
 def _key(name: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from pollux.api.access import Revocation, TeamChange, TokenRequest, UserChange, format_slots, parse_slots
 from pollux.errors import AccessDeniedError, InvalidValueError, UnknownNameError
+from pollux.server.live import accounts as accounts_module
 from pollux.server.live.accounts import Accounts
 from pollux.server.storage.store import SqlStore
 from pollux.types import Node
@@ -54,6 +55,21 @@ def test_the_database_holds_no_token(lab):
     with sqlite3.connect(lab.path) as connection:
         dump = "\n".join(connection.iterdump())
     assert "ada" in dump and token not in dump and token.removeprefix("plx_") not in dump
+
+
+def test_a_user_has_a_bounded_number_of_tokens(lab, monkeypatch):
+    monkeypatch.setattr(accounts_module, "MAX_TOKENS", 2)
+    lab.user()
+    lab.accounts.issue(TokenRequest(user="ada", expires_s=60.0))
+    with pytest.raises(InvalidValueError, match=r"2 tokens of user 'ada' .* at most 2 .* pollux user tokens ada"):
+        lab.accounts.issue(TokenRequest(user="ada"))
+    lab.user("bob")
+    for _ in range(3):
+        lab.accounts.issue(TokenRequest(user=None))  # links of the operator
+    lab.now += 61.0  # one has expired
+    lab.accounts.issue(TokenRequest(user="ada"))
+    lab.accounts.revoke(Revocation(user="ada"))
+    lab.accounts.issue(TokenRequest(user="ada"))
 
 
 def test_a_revoked_token_is_refused_at_once_and_after_a_restart(lab):

@@ -16,6 +16,7 @@ from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Event, StopJob
 from pollux.server.live import cluster as cluster_module
+from pollux.server.live import job_table as job_table_module
 from tests.unit.server.live.world import PATIENCE_S, report
 
 
@@ -242,6 +243,62 @@ def test_a_large_array_of_a_name_that_many_have_holds_up_no_other_submission(wor
     began = time.monotonic()
     assert world.cluster._jobs._named(replace(first, array="0-9999")).name == "sweep-151"
     assert time.monotonic() - began < 10.0  # it took a minute
+
+
+def test_an_array_that_is_being_made_holds_up_no_other_submission(world, monkeypatch):
+    is_made, goes_on, expand = threading.Event(), threading.Event(), JobRequest.expand
+
+    def slow(request: JobRequest) -> list[JobRequest]:
+        if threading.current_thread() is maker:
+            is_made.set()
+            goes_on.wait(PATIENCE_S)
+        return expand(request)
+
+    found: list[str] = []
+    big = JobRequest(command=("true",), name="big", array="0-2")
+    maker = threading.Thread(
+        target=lambda: found.extend(job.name for job in world.cluster._jobs.admit(big, time.time()))
+    )
+    monkeypatch.setattr(JobRequest, "expand", slow)
+    maker.start()
+    assert is_made.wait(PATIENCE_S)
+    others: list[str] = []
+    other = threading.Thread(target=lambda: others.extend([world.submit(name="big-1"), world.submit(name="quick")]))
+    other.start()
+    other.join(5.0)
+    goes_on.set()
+    other.join(PATIENCE_S)
+    assert found == []  # they were quicker
+    assert others == ["big-1-2", "quick"]  # a name of the array is taken already
+    maker.join(PATIENCE_S)
+    assert found == ["big-0", "big-1", "big-2"]
+
+
+def test_a_user_has_a_bounded_number_of_jobs(world, monkeypatch):
+    monkeypatch.setattr(job_table_module, "MAX_UNENDED", 3)
+    ada, bob = (JobRequest(command=("true",), name="many", owner=owner, is_held=True) for owner in ("ada", "bob"))
+    world.cluster.submit(replace(ada, array="0-1"))
+    with pytest.raises(InvalidValueError, match="user ada would have 4 jobs that are not over; at most 3 are allowed"):
+        world.cluster.submit(replace(ada, array="0-1"))
+    last = world.cluster.submit(ada)[0].name
+    world.cluster.submit(replace(bob, array="0-2"))
+    world.cluster.submit(replace(ada, owner="", array="0-9"))  # the operator's
+    world.cluster.cancel(last, "enough")
+    world.until(lambda: last not in world.cluster._jobs, "it is over")
+    world.cluster.submit(ada)
+
+
+def test_the_first_job_of_a_large_array_is_looked_at_without_the_others(world, monkeypatch):
+    expanded: list[str] = []
+    expand = JobRequest.expand
+
+    def counted(request: JobRequest) -> list[JobRequest]:
+        expanded.append(request.array)
+        return expand(request)
+
+    monkeypatch.setattr(JobRequest, "expand", counted)
+    world.cluster.submit(JobRequest(command=("true",), name="big", array="3-5", is_held=True))
+    assert expanded == ["3", "3-5"]
 
 
 def test_a_job_over_its_time_limit_is_not_looked_at_all_the_time(world, monkeypatch):

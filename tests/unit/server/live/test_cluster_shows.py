@@ -58,6 +58,19 @@ def test_a_job_that_fits_no_type_is_told_so():
     assert reason(min_replicas=4) == "waiting for slots"
 
 
+def test_a_job_that_was_preempted_is_told_why_it_waits_now():
+    nodes = [Node(name=name, num_slots=4) for name in "ab"]
+    record = JobRecord(spec=JobSpec(name="j", min_replicas=2), sequence=0, knowledge=Knowledge("j"))
+    record.start(Allocation.of(("a", 2)), 1.0)
+    record.move(JobState.STOPPING, 2.0, "preempted")
+    record.move(JobState.PENDING, 3.0, "preempted")
+    assert waiting_reason(record, Capacity.of(nodes)) == "waiting for 2 slots at once; it was preempted"
+    assert waiting_reason(record, Capacity.of(nodes, ("a",))) == (
+        "waiting for 2 slots at once; 4 of the cluster's 8 are being drained; it was preempted"
+    )
+    assert waiting_reason(record, Capacity.of(nodes, ("a", "b"))).startswith("needs 2 slots at once; 8 of")
+
+
 def test_a_job_that_no_node_is_right_for_is_told_what_there_is():
     nodes = [
         Node(name=zone, num_slots=2, accelerator="t4", labels=(("zone", zone),), cpus=8.0, memory_bytes=8 << 30)

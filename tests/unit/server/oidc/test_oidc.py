@@ -21,7 +21,7 @@ jwt = pytest.importorskip("jwt", reason="needs the extra oidc")
 pytest.importorskip("cryptography", reason="needs the extra oidc")
 
 from pollux.api.access import TeamChange, UserChange  # noqa: E402
-from pollux.errors import InputFileError  # noqa: E402
+from pollux.errors import InputFileError, ServerUnavailableError  # noqa: E402
 from pollux.server.http.app import create_app  # noqa: E402
 from pollux.server.http.auth import Access  # noqa: E402
 from pollux.server.live.trials import ClusterJobs  # noqa: E402
@@ -149,6 +149,60 @@ def test_keys_change_and_an_unknown_one_does_not_make_the_server_ask_again_and_a
     for _ in range(20):
         assert ask(client, lab.issuer.token(key_id="hidden"))[0] == 401
     assert len(lab.issuer.calls) == num_calls
+
+
+def test_a_slow_issuer_is_asked_once_by_few_threads(monkeypatch):
+    """Anyone can name keys that there are none of; each held a thread for as long as the issuer took."""
+    keys = keys_module.IssuerKeys(OidcConfig(issuer="https://login.example.org", audience=AUDIENCE))
+    known, goes_on, asked, refused = {"known": keys_module.PublicKey(None, None)}, threading.Event(), [], []
+
+    def slow() -> dict[str, keys_module.PublicKey]:
+        asked.append(1)
+        goes_on.wait(20.0)
+        time.sleep(0.1)
+        return known
+
+    def ask_for(key_id: str) -> None:
+        try:
+            keys.fetch(key_id)
+        except ServerUnavailableError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(keys, "_ask", slow)
+    monkeypatch.setattr(keys_module, "PAUSE_S", 0.05)  # less than an attempt takes
+    threads = [threading.Thread(target=ask_for, args=(f"unknown-{number}",)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[keys_module.MAX_WAITING :]:
+        thread.join(1.0)
+    assert len(refused) == 12 - keys_module.MAX_WAITING and "try again" in refused[0]
+    goes_on.set()
+    for thread in threads:
+        thread.join(20.0)
+    assert len(asked) == 1  # those who waited do not ask again at once
+
+
+def test_known_keys_are_used_while_they_are_fetched_again(monkeypatch):
+    keys = keys_module.IssuerKeys(OidcConfig(issuer="https://login.example.org", audience=AUDIENCE))
+    is_asked, goes_on, known = threading.Event(), threading.Event(), {"known": keys_module.PublicKey(None, None)}
+    monkeypatch.setattr(keys, "_ask", lambda: known)
+    keys.fetch("known")
+    monkeypatch.setattr(keys_module, "FRESH_S", 0.0)
+    monkeypatch.setattr(keys_module, "PAUSE_S", 0.0)
+
+    def slow() -> dict[str, keys_module.PublicKey]:
+        is_asked.set()
+        goes_on.wait(20.0)
+        return known
+
+    monkeypatch.setattr(keys, "_ask", slow)
+    assert keys.is_due("known")
+    thread = threading.Thread(target=keys.fetch, args=("known",))
+    thread.start()
+    assert is_asked.wait(20.0)
+    assert not keys.is_due("known") and keys.is_due("unknown")
+    goes_on.set()
+    thread.join(20.0)
 
 
 def test_keys_outlive_their_issuer_for_a_while(lab, monkeypatch):
