@@ -206,7 +206,7 @@ def test_odd_names_are_unknown_names(service, client, name, rest):
     [
         ("GET", "/nothing", 404, None),
         ("GET", "/jobs/", 404, None),
-        ("PATCH", "/jobs", 405, "GET, POST"),
+        ("PUT", "/jobs", 405, "GET, PATCH, POST"),
         ("DELETE", "/jobs/mnist", 405, "GET, PATCH"),
         ("GET", "/shutdown", 405, "POST"),
         ("PUT", "/jobs/mnist/reports", 405, "GET, POST"),
