@@ -88,8 +88,9 @@ def test_an_end_is_told(visitor: Visitor) -> None:
 @long
 def test_pointing_at_a_chart_marks_the_moment_in_the_others(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
-    draw_all(page)
     chart = page.locator("figure[aria-label='Batch size'] .plot")
+    chart.wait_for()
+    draw_all(page)
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     assert box is not None
@@ -103,8 +104,9 @@ def test_pointing_at_a_chart_marks_the_moment_in_the_others(visitor: Visitor) ->
 
 def test_the_keyboard_reads_and_zooms_charts(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
-    draw_all(page)
     chart = page.locator("figure[aria-label='Batch size'] .plot")
+    chart.wait_for()  # its values have come; until then there is nothing to be drawn
+    draw_all(page)
     chart.focus()
     page.keyboard.press("End")
     last = text_of(page, "#tip")
