@@ -65,6 +65,10 @@ class ChangeLimiter:
             self.reversed_at = step
         self.changed_at, self.direction = step, direction
 
+    def moved(self) -> None:
+        """Other replicas have other step times: the next change, in either direction, reverses nothing."""
+        self.direction = 0
+
     def take_back(self, step: int, before: int, after: int) -> None:
         """A growth hurt and was undone. The next growth waits, twice as long each time.
 

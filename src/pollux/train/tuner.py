@@ -100,6 +100,8 @@ class Tuner:
 
     def enter(self, num_nodes: int, num_replicas: int) -> None:
         """Begin with a new allocation, which has its own step times."""
+        if (num_nodes, num_replicas) != (self.num_nodes, self.num_replicas):
+            self.change_limiter.moved()
         self.num_nodes, self.num_replicas = num_nodes, num_replicas
         self.timer.reset()
         if not self.explorer.is_done:

@@ -263,3 +263,16 @@ def test_chance_alone_is_no_harm_however_long_a_growth_is_watched(seed):
             guard.begin(-WATCH_STEPS, 64, 2.0)
         guard.add("output_error", value)
         assert guard.verdict(step) is None
+
+
+def test_a_resize_ends_the_wait_for_a_reversal_but_not_that_after_harm():
+    """A shrink that one replica's step times asked for says nothing of two replicas."""
+    limiter = ChangeLimiter()
+    limiter.note(100, 32, 64)
+    limiter.note(160, 64, 32)
+    assert not limiter.may_grow(200)
+    limiter.moved()
+    assert limiter.may_grow(200) and limiter.may_shrink(200) and not limiter.may_grow(165)
+    limiter.take_back(300, 64, 32)
+    limiter.moved()
+    assert not limiter.may_grow(300 + STEPS_TO_REVERSE)

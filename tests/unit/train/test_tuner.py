@@ -452,3 +452,13 @@ def test_the_speed_at_a_batch_is_what_was_measured_there():
     tuner._is_stale = True
     tuner.situation(None, 1000.0, 10, 32)
     assert tuner.examples_per_s(32, 64) == pytest.approx([640.0, 640.0], rel=0.01)
+
+
+def test_other_replicas_may_change_the_batch_in_either_direction_at_once():
+    tuner = Tuner(make_limits(32, 512, (1, 512)), AdaptiveBatch(), torch.device("cpu"))
+    tuner.enter(1, 1)
+    tuner.change_limiter.note(100, 64, 32)
+    tuner.enter(1, 1)  # re-formed with the same replicas
+    assert not tuner.change_limiter.may_grow(200)
+    tuner.enter(1, 2)
+    assert tuner.change_limiter.may_grow(200)
