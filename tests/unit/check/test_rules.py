@@ -320,6 +320,7 @@ SAVE = "run.save(model.state_dict(), 'best.pt')"
         ("top = 0.0", ["if acc > top:", "    top = acc", f"    {SAVE}"]),
         ("best = 0.0", ["best = acc if acc > best else best"]),
         ("state.best = 0.0", ["if acc > state.best:", "    state.best = acc"]),
+        ("best, kept = {'a': 0.0}, run.track('kept', {})", ["if acc > best['a']: best['a'] = acc"]),
         ("kept = {'best': 0.0}", ["if acc > kept['best']:", "    kept['best'] = acc"]),
     ],
 )
@@ -348,6 +349,8 @@ def test_the_advice_for_a_best_result_can_be_written_as_it_is():
     [
         ("best = {'a': 0.0}; run.track('best', best)", ["if acc > best['a']:", "    best['a'] = acc", f"    {SAVE}"]),
         ("best = run.track('best', {'a': 0.0})", ["if acc > best['a']: best['a'] = acc"]),
+        ("best, start = run.track('best', {'a': 0.0}), time.time()", ["if acc > best['a']: best['a'] = acc"]),
+        ("best: dict = run.track('best', {'a': 0.0})", ["if acc > best['a']: best['a'] = acc"]),
         ("best = Best(); run.track('best', best)", ["if acc > best.value:", "    best.value = acc", f"    {SAVE}"]),
         ("best = torch.load('best.pt')['acc']", ["if acc > best:", "    best = acc", f"    {SAVE}"]),
         ("pass", ["best = 0.0", "for a in accs:", "    if a > best:", "        best = a", SAVE]),
