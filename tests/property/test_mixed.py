@@ -169,6 +169,11 @@ class TestBehaviour:
         assert plan.explanation is not None
         assert plan.explanation.jobs[0].note == "not measured on big yet: judged by other types"
 
+    def test_the_speedup_of_a_job_that_was_never_measured_is_said_to_be_an_estimate(self):
+        plan, _ = self.decide(make_job("new", measured=False), gpu=2)
+        assert plan.explanation is not None
+        assert plan.explanation.jobs[0].note == "not measured yet: an estimate"
+
     def test_a_type_that_a_job_ran_on_alone_is_said_to_be_half_a_guess(self):
         params = {"gpu": self.SLOW, "big": self.FAST}
         measured = {"gpu": (), "big": ()}

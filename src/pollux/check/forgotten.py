@@ -270,9 +270,7 @@ def is_tracked(script: Script, name: str) -> bool:
     """By ``run.track``, as itself or as a part of what is. Of ``self``, whose name outside is not known: any is."""
     tracks = [call for call, _ in script.calls() if isinstance(call.func, ast.Attribute) and call.func.attr == "track"]
     tracked = {one for call in tracks for value in call.args for one in script.names_in(value)}
-    for call in tracks:
-        parent = script.parent(call)
-        tracked.update(map(ast.unparse, parent.targets if isinstance(parent, ast.Assign) else ()))
+    tracked |= script.names_given(tracks)
     return bool({name, *_roots(name)} & tracked) or (name.startswith("self.") and bool(tracks))
 
 

@@ -147,6 +147,7 @@ def not_prepared(script: Script) -> Iterator[Found]:
     for call in prepares:
         if isinstance(script.parent(call), ast.Expr):
             yield Found(call, "what run.prepare returns is not used", "write: model, optimizer = run.prepare(...)")
+        yield from _unpacked(script, call)
     if any(isinstance(value, ast.Starred) for call in prepares for value in call.args):
         return
     for call, name in script.calls():
@@ -173,6 +174,20 @@ def not_prepared(script: Script) -> Iterator[Found]:
                     yield Found(
                         call, f"model {module} is not prepared: its replicas drift apart", _prepare_advice(module)
                     )
+
+
+def _unpacked(script: Script, call: ast.Call) -> Iterator[Found]:
+    """What run.prepare returns is two values, with a scheduler too; other libraries return all that they are given."""
+    parent = script.parent(call)
+    for target in parent.targets if isinstance(parent, ast.Assign) else ():
+        names = target.elts if isinstance(target, ast.Tuple | ast.List) else []
+        if len(names) <= 2 or any(isinstance(name, ast.Starred) for name in names):
+            continue
+        taken, given = [ast.unparse(name) for name in names[:2]], [ast.unparse(value) for value in call.args]
+        is_usual = given[:2] == taken and len(given) <= 3 and len(names) == 3
+        line = f"{', '.join(taken)} = {ast.unparse(call)}" if is_usual else _prepare_line(script)
+        problem = f"run.prepare returns the model and the optimizer, not {len(names)} values"
+        yield Found(call, f"{problem}; the scheduler is changed in place", f"write: {line}")
 
 
 def own_data(script: Script) -> Iterator[Found]:

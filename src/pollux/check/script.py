@@ -7,7 +7,7 @@ the rules are written so that this makes them silent rather than loud.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 _N = TypeVar("_N", bound=ast.AST)
@@ -108,6 +108,10 @@ class Script:
 
     def assignments_to(self, name: str) -> list[ast.expr]:
         return [value for known, value in self._assigned() if known == name]
+
+    def names_given(self, values: Collection[ast.expr]) -> set[str]:
+        """The names that are given one of these expressions."""
+        return {name for name, value in self._assigned() if value in values}
 
     # --- places -------------------------------------------------------------------------------------------------
 

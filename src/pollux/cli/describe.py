@@ -183,7 +183,7 @@ def speedup_table(decision: DecisionWithOptions) -> Table | None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("replicas", justify="right")
     table.add_column("speedup", justify="right")
-    table.add_column("1: its fair share", header_style="dim")
+    table.add_column("(1.0: as fast as with its fair share)", header_style="dim")
     for replicas, speedup in options:
         marks = ["chosen"] if replicas == decision.after else []
         marks += ["before"] if replicas == decision.before and decision.before != decision.after else []

@@ -230,7 +230,7 @@ class RoundProblem:
 
     def _note(self, job: JobView, table: SpeedupTable, kind: int) -> str:
         if math.isnan(table.fair_goodput):
-            return "not measured yet: assumed to scale perfectly"
+            return "not measured yet: an estimate"
         accelerator = self.snapshot.nodes[self.nodes[kind][0]].accelerator
         if accelerator in job.guessed and accelerator in job.shape_factors:  # these come from measurements alone
             return f"measured on one replica of {accelerator} only: more are judged by other types"

@@ -127,6 +127,45 @@ def test_a_loop_without_prepare_is_an_error_that_says_what_to_write():
     assert "model, optimizer = run.prepare(model, optimizer, scheduler)" in one.advice
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        (
+            "model, optimizer, scheduler = run.prepare(model, optimizer, scheduler)",
+            "model, optimizer = run.prepare(model, optimizer, scheduler)",
+        ),
+        (
+            "[model, optimizer, s] = run.prepare(model, optimizer, lr_scheduler=scheduler)",
+            "model, optimizer = run.prepare(model, optimizer, lr_scheduler=scheduler)",
+        ),
+        (
+            "model, optimizer, loader, scheduler = run.prepare(model, optimizer, loader, scheduler)",
+            "model, optimizer = run.prepare(model, optimizer, scheduler)",
+        ),
+    ],
+)
+def test_prepare_returns_two_values(line, advice):
+    text = GOOD.replace("model, optimizer = run.prepare(model, optimizer, scheduler)", line)
+    (one,) = check_script(text, "train.py")
+    assert (one.rule, one.severity, text.splitlines()[one.line - 1].strip()) == ("not-prepared", "error", line)
+    assert "returns the model and the optimizer" in one.problem
+    assert "the scheduler is changed in place" in one.problem
+    assert one.advice == f"write: {advice}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(model, second), (optimizer, other) = run.prepare((model, second), (optimizer, other), scheduler)",
+        "model, optimizer, *_ = run.prepare(model, optimizer, scheduler)",
+        "model, optimizer, again = *run.prepare(model, optimizer, scheduler), scheduler",
+        "prepared = run.prepare(model, optimizer, scheduler); model, optimizer = prepared",
+    ],
+)
+def test_what_prepare_returns_may_be_taken_otherwise(line):
+    assert found(GOOD.replace("model, optimizer = run.prepare(model, optimizer, scheduler)", line)) == []
+
+
 LOOPS = {
     "epochs": "for epoch in run.epochs(3):\n    for x in loader:\n        step(x)",
     "loader": "for x in loader:\n    step(x)",
@@ -281,6 +320,7 @@ SAVE = "run.save(model.state_dict(), 'best.pt')"
         ("top = 0.0", ["if acc > top:", "    top = acc", f"    {SAVE}"]),
         ("best = 0.0", ["best = acc if acc > best else best"]),
         ("state.best = 0.0", ["if acc > state.best:", "    state.best = acc"]),
+        ("best, kept = {'a': 0.0}, run.track('kept', {})", ["if acc > best['a']: best['a'] = acc"]),
         ("kept = {'best': 0.0}", ["if acc > kept['best']:", "    kept['best'] = acc"]),
     ],
 )
@@ -309,6 +349,8 @@ def test_the_advice_for_a_best_result_can_be_written_as_it_is():
     [
         ("best = {'a': 0.0}; run.track('best', best)", ["if acc > best['a']:", "    best['a'] = acc", f"    {SAVE}"]),
         ("best = run.track('best', {'a': 0.0})", ["if acc > best['a']: best['a'] = acc"]),
+        ("best, start = run.track('best', {'a': 0.0}), time.time()", ["if acc > best['a']: best['a'] = acc"]),
+        ("best: dict = run.track('best', {'a': 0.0})", ["if acc > best['a']: best['a'] = acc"]),
         ("best = Best(); run.track('best', best)", ["if acc > best.value:", "    best.value = acc", f"    {SAVE}"]),
         ("best = torch.load('best.pt')['acc']", ["if acc > best:", "    best = acc", f"    {SAVE}"]),
         ("pass", ["best = 0.0", "for a in accs:", "    if a > best:", "        best = a", SAVE]),

@@ -308,6 +308,7 @@ def test_why_it_has_its_slots_stands_below_the_change() -> None:
 def test_the_chosen_speedup_is_marked() -> None:
     table = speedup_table(detail().decision)
     rows = text_of(table).splitlines()
+    assert " ".join(rows[0].split()) == "replicas speedup (1.0: as fast as with its fair share)"
     assert [row.split() for row in rows[1:]] == [["1", "1", "before"], ["2", "1.7", "chosen"], ["4", "-"]]
 
 

@@ -17,7 +17,7 @@ from pollux.testing.examples import examples
 from pollux.types import Allocation, Explanation, JobDecision, Plan
 
 on = Allocation.of
-FIRST_TIME = "not measured yet: assumed to scale perfectly"
+FIRST_TIME = "not measured yet: an estimate"
 
 
 def round_of(
