@@ -422,12 +422,12 @@ class SupervisedEngine:
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
-        is_earlier = job in self._unknown and message["event"] == "stopped"
-        self._unknown.discard(job)
-        if is_earlier and known is not None and not known.is_stopping:
-            # An earlier job of this name, which ended while the start of this one was under way. That start replaces
-            # what the supervisor kept of it; a "forget" could come late, and take this one's end away.
+        if message["event"] == "stopped" and job in self._unknown and known is not None and not known.is_stopping:
+            # An earlier job of this name, which ended while the start of this one was under way; it may be told twice.
+            # That start replaces what the supervisor kept of it; a "forget" could come late, and take this one's end
+            # away.
             return
+        self._unknown.discard(job)
         if known is None or 0 < generation < known.started:  # not waited for; it may have been told twice
             self._send({"op": "forget", "job": job, "generation": generation})
             return

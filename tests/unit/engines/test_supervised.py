@@ -12,7 +12,8 @@ import pytest
 from pollux.engines.launch import Launch
 from pollux.engines.supervised import SupervisedEngine
 from pollux.engines.transport import Channel, Message
-from pollux.scheduler.ports import Event, JobRuns, StartJob
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import Event, JobEnded, JobRuns, StartJob
 from pollux.types import Allocation, JobSpec, Node
 from tests.unit.live_server import eventually
 
@@ -103,3 +104,24 @@ def test_a_late_stop_of_a_namesake_takes_no_end_of_the_new_job_away(engine: Supe
     while not any(message["op"] == "start" for message in told):
         told += line.supervisor.receive(30.0) or []
     assert [message["op"] for message in told] == ["start"]  # of b; no "forget" of a
+
+
+def test_a_namesake_that_is_told_to_have_stopped_twice_does_not_hide_the_end(
+    engine: SupervisedEngine, line: Line
+) -> None:
+    """It was asked to stop by a server that ended, and by this one."""
+    row = {"job": "a", "generation": 1, "allocation": [["n0", 1]], "runs": 1, "is_stopping": True, "end": None}
+    answer = threading.Thread(target=lambda: line.heard("hello") and line.supervisor.send({**STATE, "jobs": [row]}))
+    answer.start()
+    engine.adopt([])
+    answer.join(30.0)
+    line.heard("stop")
+    engine.apply([StartJob(job="a", spec=JobSpec(name="a"), allocation=Allocation.of(("n0", 1)), generation=1)])
+    line.heard("start")
+    for _ in range(2):
+        line.supervisor.send({"event": "stopped", "job": "a", "generation": 1})
+    known = {"state": "succeeded", "at": 1.0, "reason": "", "exit_code": 0, "node": "n0", "cause": ""}
+    line.supervisor.send({"event": "ended", "job": "a", "generation": 1, **known})
+    seen: list[Event] = []
+    eventually(lambda: bool(seen.extend(engine.poll()) or seen), "the engine tells of it", 30.0)
+    assert [(type(event), getattr(event, "state", None)) for event in seen] == [(JobEnded, JobState.SUCCEEDED)]
