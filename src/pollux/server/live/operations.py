@@ -85,8 +85,7 @@ class Operations:
             InvalidValueError: one runs and cannot be held; nothing was changed.
         """
         if action == "hold":
-            for job in jobs:
-                self._require_holdable(job)
+            self._require_holdable(jobs)
 
         def carry_out() -> None:
             with self._store.batched():
@@ -103,13 +102,14 @@ class Operations:
 
         self._cluster._ask(carry_out, BULK_ANSWER_S)
 
-    def _require_holdable(self, job: LiveJob) -> None:
-        records = {record.name: record for record in self._cluster._working().active_jobs}
-        record = records.get(job.name)
-        if record is not None and record.allocation and not record.spec.is_preemptible:
-            raise InvalidValueError(
-                f"job {job.name!r} runs and is not preemptible: it would lose its work; cancel it, or wait for its end"
-            )
+    def _require_holdable(self, jobs: Sequence[LiveJob]) -> None:
+        names = {job.name for job in jobs}
+        for record in self._cluster._working().active_jobs:
+            if record.name in names and record.allocation and not record.spec.is_preemptible:
+                raise InvalidValueError(
+                    f"job {record.name!r} runs and is not preemptible: it would lose its work; cancel it, or wait for "
+                    "its end"
+                )
 
     def update(self, jobs: Sequence[LiveJob], change: JobUpdate) -> None:
         """Change what jobs asked for; it counts with the next decision. A job that is over by then stays as it is.
@@ -155,7 +155,7 @@ class Operations:
         job = next((one for one in self._jobs.active if one.name == name), None)
         if job is None:
             raise UnknownNameError("job that is not over", name, [one.name for one in self._jobs.active][-20:])
-        self._require_holdable(job)
+        self._require_holdable([job])
         self._cluster._ask(lambda: self._cluster._working().requeue(name))
 
     def shell(self, name: str, rank: int, asked_by: str) -> ShellPlace:

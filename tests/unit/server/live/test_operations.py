@@ -65,3 +65,20 @@ def test_names_cost_no_look_at_all_jobs_each():
         job.request = cast(Any, Counted(owner="ada"))
     assert its.select(over, is_all=False, owner="ada") == []
     assert num_looks <= 202
+
+
+def test_whether_jobs_can_be_held_costs_one_look_at_all_jobs():
+    """Of 20,000 jobs each looked at all 20,000."""
+    num_looks, names = 0, [f"a-{number}" for number in range(50)]
+
+    def active_jobs(_: object) -> list[SimpleNamespace]:
+        nonlocal num_looks
+        num_looks += 1
+        return [SimpleNamespace(name=name, allocation=None) for name in names]
+
+    scheduler = type("S", (), {"active_jobs": property(active_jobs)})()
+    cluster = SimpleNamespace(_working=lambda: scheduler, _ask=lambda call, timeout_s: None)
+    its = operations(names)
+    its._cluster = cast(Any, cluster)
+    its.act(its.select([], is_all=True, owner="ada"), "hold", "")
+    assert num_looks == 1
