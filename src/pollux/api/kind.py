@@ -18,6 +18,9 @@ ReadFile = Callable[[str], str | None]
 
 FoundKind = Literal["elastic", "restartable", "fixed"]
 MAX_FILES = 300  # that are read
+MAX_LOOKS = 20_000  # for files, found or not
+# No other thread of the server runs while a text is parsed, at about a megabyte a second.
+MAX_LENGTH, MAX_LENGTH_OF_ALL = 300_000, 3_000_000
 _KINDS: Mapping[str, FoundKind] = {
     "pollux.train": "elastic",
     "pollux.integrations": "elastic",
@@ -66,12 +69,17 @@ def detect_kind(
 
     Else ``restartable`` if one imports ``pollux.elastic``, else ``fixed``.
     ``text`` is that of the script. Without one ``module`` is looked for. What is not Python is ``fixed``.
+    Texts of more than 300,000 characters are left out, and so is what comes after 3,000,000 in all.
     """
     reader = _Reader(roots, read)
     waiting = [("", text)] if text is not None else list(reader.files_of(module or ""))
     found: set[FoundKind] = set()
+    left = MAX_LENGTH_OF_ALL
     while waiting and "elastic" not in found:
         package, code = waiting.pop()
+        if len(code) > min(MAX_LENGTH, left):
+            continue
+        left -= len(code)
         for name in imports_of(code, package):
             found.update(kind for known, kind in _KINDS.items() if f"{name}.".startswith(f"{known}."))
             waiting.extend(reader.files_of(name))
@@ -106,7 +114,7 @@ class _Reader:
     def __init__(self, roots: Sequence[str], read: ReadFile) -> None:
         self._roots, self._read = roots, read
         self._seen: set[str] = set()
-        self._num_files = 0
+        self._num_files = self._num_looks = 0
 
     def files_of(self, module: str) -> Iterator[tuple[str, str]]:
         """(package, text) of the module and of the packages that it is in."""
@@ -125,6 +133,9 @@ class _Reader:
         forms = ((f"{path}/__init__.py", module), (f"{path}.py", module.rpartition(".")[0]))
         for root in self._roots:
             for file, package in forms:
+                self._num_looks += 1
+                if self._num_looks > MAX_LOOKS:
+                    return None
                 text = self._read(posixpath.join(root, file))
                 if text is not None:
                     return package, text

@@ -16,6 +16,7 @@ from pollux.api.request import parse_duration
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, moment, print_json, show
 from pollux.cli.job_table import STATE_STYLES, plain
 from pollux.cli.listing import StateOption, check_states
+from pollux.cli.terminal import for_file
 from pollux.reports import numbers
 
 _COLUMNS = ("name", "owner", "team", "state", "exit_code", "submitted_at", "started_at", "finished_at", "running_s")
@@ -44,7 +45,9 @@ def history(
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow((*_COLUMNS, "slot_s", "reason"))
         for view in views:
-            writer.writerow((*(getattr(view, name) for name in _COLUMNS), view.attained_slot_s, view.reason))
+            writer.writerow(
+                (*(getattr(view, name) for name in _COLUMNS), view.attained_slot_s, for_file(view.reason, sys.stdout))
+            )
     else:
         show(_table(views))
 

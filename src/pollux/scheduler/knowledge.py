@@ -23,6 +23,7 @@ from pollux.types import JobSpec, ShapeFactors, ThroughputParams
 _PREFIX = "application "  # of names of shared models: a job name has no space in it
 
 MAX_DRIFT = 2.0  # a job that is faster or slower by more does something else: times of other sizes say nothing about it
+MAX_TYPES = 32  # of a job: a false report can name any, and each is fitted, and has a ratio to each other one
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,13 @@ class Knowledge:
     _stale: set[str] = field(default_factory=set)
 
     def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
-        """Take in a measurement; a configuration that is new or has drifted (true) makes the fit stale."""
+        """Take in a measurement; a configuration that is new or has drifted (true) makes the fit stale.
+
+        Of further types than :data:`MAX_TYPES` nothing is kept.
+        """
+        types = self.profile.accelerators
+        if accelerator not in types and len(types) >= MAX_TYPES:
+            return False
         known = self.profile.timings(accelerator).get(configuration)
         is_news = self.profile.add(accelerator, configuration, timing)
         if known is not None and not 1 / MAX_DRIFT < timing.step_s / known.step_s < MAX_DRIFT:

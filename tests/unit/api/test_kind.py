@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from pollux.api import kind as kinds
 from pollux.api.kind import MAX_FILES, detect_kind, module_of
 from pollux.api.request import JobRequest
 
@@ -79,3 +80,21 @@ def test_a_request_is_resolved_by_the_files_beside_its_script():
     assert JobRequest(command=("python", "-m", "lab.train"), cwd="/w").resolved(None, read).kind == "fixed"
     by_path = JobRequest(command=("python", "/x/train.py"), cwd="/w", env={"PYTHONPATH": "/nowhere:/w/sub"})
     assert by_path.resolved("import trainer", read).kind == "elastic"
+
+
+def test_what_is_looked_at_is_bounded(monkeypatch):
+    """A server does it for its users: 300 files of 1 MB stopped all its threads for minutes, and names times roots had
+    no bound at all.
+    """
+    parsed: list[int] = []
+    parse = kinds.parse_python
+    monkeypatch.setattr(kinds, "parse_python", lambda text: (parsed.append(len(text)), parse(text))[1])
+    long, script = "#" * (kinds.MAX_LENGTH + 1), "\n".join(f"import m{number}" for number in range(20))
+    files = {f"/m{number}.py": "#" * 250_000 for number in range(19)} | {"/m19.py": long}
+    assert kinds.detect_kind(script, roots=("/",), read=files.get) == "fixed"
+    assert max(parsed) <= kinds.MAX_LENGTH
+    assert 2_500_000 < sum(parsed) <= kinds.MAX_LENGTH_OF_ALL
+    looks: list[str] = []
+    many = f"import {', '.join(f'a{number}' for number in range(500))}"
+    assert kinds.detect_kind(many, roots=[f"/r{number}" for number in range(500)], read=looks.append) == "fixed"
+    assert len(looks) == kinds.MAX_LOOKS

@@ -267,3 +267,12 @@ def test_what_several_owners_shared_before_is_a_copy_for_each():
     again.recall([found["ada"]])
     known = again.of(JobSpec(name="next", owner="ada", batch=LIMITS, application="resnet"))
     assert set(known.profile.accelerators) == set(TYPES)
+
+
+def test_a_job_cannot_make_up_types_without_end():
+    """Where nodes are of several types, its reports name the one. Each pair of types has a ratio."""
+    knowledge = Knowledge("job")
+    news = [knowledge.observe(f"made up {number}", *timings(1)[0]) for number in range(40)]
+    assert news == [True] * 32 + [False] * 8
+    assert len(knowledge.profile.accelerators) == 32
+    assert knowledge.observe("made up 0", *timings(1)[1])  # those that are known are measured on

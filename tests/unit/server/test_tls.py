@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +19,7 @@ from pollux.client import Client
 from pollux.elastic.sender import Address
 from pollux.errors import InvalidValueError, PolluxError
 from pollux.server.config import ServiceConfig
+from pollux.server.http import connections
 from pollux.server.live.cluster import Cluster
 from pollux.server.service import Service
 from pollux.tls import client_context
@@ -143,3 +148,18 @@ def test_what_is_no_certificate_is_refused(tmp_path: Path) -> None:
     for given in (str(tmp_path / "empty"), str(tmp_path / "missing"), "-----BEGIN CERTIFICATE-----\nnonsense"):
         with pytest.raises(InvalidValueError, match="PEM certificates"):
             client_context(given)
+
+
+def test_connections_that_never_begin_tls_take_half_of_the_room(service, certificate, monkeypatch):
+    """They are no connections to the protocol yet, so it could not count them."""
+    monkeypatch.setattr(connections, "most_connections", lambda: 32)
+    where = urlsplit(service.url)
+    with contextlib.ExitStack() as opened:
+        silent = []
+        for _ in range(40):
+            silent.append(opened.enter_context(socket.create_connection((where.hostname, where.port), timeout=10)))
+        # Bound and closed at once; asyncio itself would keep each for a minute.
+        eventually(lambda: len(select.select(silent, [], [], 0)[0]) == 24, "the oldest to be closed", 10.0)
+        assert set(select.select(silent, [], [], 0)[0]) == set(silent[:24])
+        with Client(url=service.url, token=service.token, ca=certificate.cert) as client:
+            assert client.is_ready()

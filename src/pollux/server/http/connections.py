@@ -2,17 +2,20 @@
 
 ``listener`` gives it to uvicorn, which itself only bounds the pause after an answer; a connection that never asks
 anything would stay for ever. Of more connections than leave descriptors for the rest of the process, those that were
-silent for longest are closed.
+silent for longest are closed. With TLS the protocol hears of a connection when its handshake is over: the listener
+counts those before, and closes the oldest beyond half of all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import resource
 import socket
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -45,6 +48,24 @@ def _most_descriptors() -> int:
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
 
+_unready: dict[int, weakref.ref[socket.socket]] = {}  # accepted, and not open yet: by descriptor, the oldest first
+
+
+def _note_accepted(connection: socket.socket) -> None:
+    """Closes the oldest of those that are not open yet, if there are too many, or else the quietest that is open."""
+    _unready.pop(connection.fileno(), None)  # of one that was closed
+    _unready[connection.fileno()] = weakref.ref(connection)
+    most = most_connections()
+    while len(_unready) > max(most // 2, 1):  # without TLS two backlogs at most, which are as many
+        number = next(iter(_unready))
+        other = _unready.pop(number)()
+        if other is not None and other.fileno() == number:
+            with contextlib.suppress(OSError):
+                other.shutdown(socket.SHUT_RDWR)  # asyncio sees its end
+    if len(_unready) + len(BoundedProtocol._open) > most:
+        BoundedProtocol.make_room()
+
+
 class BoundedListener(socket.socket):
     """For asyncio, which tries 2,048 times without a descriptor, and logs each time: that fills a disk."""
 
@@ -52,7 +73,9 @@ class BoundedListener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         try:
-            return super().accept()
+            connection, address = super().accept()
+            _note_accepted(connection)
+            return connection, address
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
@@ -81,22 +104,25 @@ class BoundedProtocol(_Protocol):
         self._unread_since: float | None = None  # the client has not taken what was sent
         connection: socket.socket | None = transport.get_extra_info("socket")
         if connection is not None:
+            _unready.pop(connection.fileno(), None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for machines that vanish
         self._look_again()
         self._open[self] = None
         if len(self._open) > most_connections():
-            self._make_room()
+            self.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._open.pop(self, None)
         super().connection_lost(exc)
 
-    def _make_room(self) -> None:
+    @classmethod
+    def make_room(cls) -> None:
         """Close the connection that was silent for longest, if no answer is on its way."""
-        for other in self._open:
+        loop = asyncio.get_running_loop()
+        for other in cls._open:
             is_quiet = other.cycle is None or other._is_waiting or other.cycle.response_complete
-            if is_quiet and other.loop is self.loop and not other.transport.is_closing():
-                del self._open[other]
+            if is_quiet and other.loop is loop and not other.transport.is_closing():
+                del cls._open[other]
                 other.transport.abort()
                 return
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pollux.api.errors import ErrorAnswer
 from pollux.server.http.dependencies import bearer, find_caller, require_person
 from pollux.server.http.errors import Refusal
+from pollux.server.http.turns import FairRoute
 from pollux.server.present.metrics import Metrics
 
 UNKNOWN_ROUTE = "unknown"  # no route has that path; callers may make up paths
@@ -91,7 +92,7 @@ async def require_reader(
         raise
 
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], route_class=FairRoute)
 
 
 @router.get(

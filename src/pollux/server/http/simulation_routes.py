@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import FileResponse
 
 from pollux.api.codec import decode, loads, read_unicode
 from pollux.api.errors import ErrorAnswer
@@ -97,9 +97,9 @@ _PAGE: Responses = {
 
 @reports.get("/reports/{address}", summary="A published page", response_class=Response, responses=_PAGE)
 def report_page(cluster: ItsCluster, address: Annotated[str, Path(max_length=200)]) -> Response:
-    """Needs the address, and no token."""
-    html = cluster.simulations.html(address)
-    if html is None:
+    """Needs the address, and no token. Sent in pieces: a client that does not read costs no memory."""
+    page = cluster.simulations.page(address)
+    if page is None:
         raise Refusal(404, "UnknownNameError", "there is no such report; GET /api/v1/simulations has the addresses")
     headers = {
         "Content-Security-Policy": REPORT_POLICY,
@@ -107,7 +107,7 @@ def report_page(cluster: ItsCluster, address: Annotated[str, Path(max_length=200
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "private, no-cache",
     }
-    return HTMLResponse(html, headers=headers)
+    return FileResponse(page, headers=headers, media_type="text/html")
 
 
 ROUTERS = (simulations, reports)

@@ -17,8 +17,10 @@ from fastapi.routing import APIRoute
 
 from pollux.errors import AccessDeniedError
 from pollux.server.http.auth import Access, NeedsWork
+from pollux.server.http.errors import RETRY_AFTER_S, Refusal
 
 MAX_IN_WORK = 6  # of a caller; there are 40 threads
+MAX_QUEUED = 1000  # of a caller, those in work included; they stay when their client has gone
 
 _Who = tuple[str | None, ...]
 
@@ -37,8 +39,15 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def one_for(self, who: _Who) -> AsyncIterator[None]:
-        """First come, first served."""
+        """First come, first served.
+
+        Raises:
+            Refusal: too many wait already.
+        """
         queue = self._queues.setdefault(who, _Queue())
+        if queue.num_requests >= MAX_QUEUED:
+            message = f"{MAX_QUEUED} requests of yours wait; ask again later"
+            raise Refusal(503, "ServerUnavailableError", message, {"Retry-After": str(RETRY_AFTER_S)})
         queue.num_requests += 1
         try:
             async with queue.turns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
@@ -25,6 +25,7 @@ from pollux.server.storage.store import SqlStore
 
 _T = TypeVar("_T")
 _PATTERN = frozenset("*?[")
+MAX_PATTERNS, MAX_PATTERN_LENGTH = 100, 256  # of one request
 BULK_ANSWER_S = 50.0  # thousands of jobs take some seconds
 
 logger = logging.getLogger(__name__)
@@ -48,27 +49,23 @@ class Operations:
 
         Raises:
             UnknownNameError: a name is that of no job, or a pattern matches none that is not over.
+            InvalidValueError: there are too many patterns, or one is too long.
         """
         active = self._jobs.active
+        own = [job for job in active if owner in (None, _owner(job))]
         if is_all:
-            return [job for job in active if owner in (None, _owner(job))]
+            return own
         by_name = {job.name: job for job in active}
+        _check_patterns([name for name in names if name not in by_name and _is_pattern(name)])
+        arrays = _by_array(own)
         chosen: dict[str, LiveJob] = {}
         for name in names:
-            found = [by_name[name]] if name in by_name else self._matching(name, active, owner)
+            found = [by_name[name]] if name in by_name else _matching(name, own, arrays)
             if not found and not self._jobs.is_known(name):
-                hint = _whose(self._matching(name, active, None))
+                hint = _whose(_matching(name, active, _by_array(active)))
                 raise UnknownNameError("job that is not over", name, list(by_name)[-20:], hint)
             chosen |= {job.name: job for job in found}
         return list(chosen.values())
-
-    @staticmethod
-    def _matching(name: str, active: Sequence[LiveJob], owner: str | None) -> list[LiveJob]:
-        """By pattern, or all jobs of the array of this name."""
-        own = [job for job in active if owner in (None, _owner(job))]
-        if _PATTERN.isdisjoint(name):
-            return [job for job in own if job.request is not None and job.request.array_of == name]
-        return [job for job in own if fnmatchcase(job.name, name)]
 
     def active(self, name: str) -> LiveJob:
         """
@@ -88,8 +85,7 @@ class Operations:
             InvalidValueError: one runs and cannot be held; nothing was changed.
         """
         if action == "hold":
-            for job in jobs:
-                self._require_holdable(job)
+            self._require_holdable(jobs)
 
         def carry_out() -> None:
             with self._store.batched():
@@ -106,13 +102,14 @@ class Operations:
 
         self._cluster._ask(carry_out, BULK_ANSWER_S)
 
-    def _require_holdable(self, job: LiveJob) -> None:
-        records = {record.name: record for record in self._cluster._working().active_jobs}
-        record = records.get(job.name)
-        if record is not None and record.allocation and not record.spec.is_preemptible:
-            raise InvalidValueError(
-                f"job {job.name!r} runs and is not preemptible: it would lose its work; cancel it, or wait for its end"
-            )
+    def _require_holdable(self, jobs: Sequence[LiveJob]) -> None:
+        names = {job.name for job in jobs}
+        for record in self._cluster._working().active_jobs:
+            if record.name in names and record.allocation and not record.spec.is_preemptible:
+                raise InvalidValueError(
+                    f"job {record.name!r} runs and is not preemptible: it would lose its work; cancel it, or wait for "
+                    "its end"
+                )
 
     def update(self, jobs: Sequence[LiveJob], change: JobUpdate) -> None:
         """Change what jobs asked for; it counts with the next decision. A job that is over by then stays as it is.
@@ -158,7 +155,7 @@ class Operations:
         job = next((one for one in self._jobs.active if one.name == name), None)
         if job is None:
             raise UnknownNameError("job that is not over", name, [one.name for one in self._jobs.active][-20:])
-        self._require_holdable(job)
+        self._require_holdable([job])
         self._cluster._ask(lambda: self._cluster._working().requeue(name))
 
     def shell(self, name: str, rank: int, asked_by: str) -> ShellPlace:
@@ -192,6 +189,32 @@ class Operations:
     def _save_request(self, job: LiveJob, request: JobRequest) -> None:
         self._store.save_request(job.name, request.to_dict())
         job.request = request
+
+
+def _is_pattern(name: str) -> bool:
+    return not _PATTERN.isdisjoint(name)
+
+
+def _check_patterns(patterns: Sequence[str]) -> None:
+    """Each is compared with the names of all jobs."""
+    if len(patterns) > MAX_PATTERNS:
+        raise InvalidValueError(f"{len(patterns)} patterns; at most {MAX_PATTERNS} are allowed")
+    for pattern in patterns:
+        if len(pattern) > MAX_PATTERN_LENGTH:
+            raise InvalidValueError(f"a pattern of {len(pattern)} characters; at most {MAX_PATTERN_LENGTH} are allowed")
+
+
+def _by_array(jobs: Sequence[LiveJob]) -> dict[str, list[LiveJob]]:
+    found: dict[str, list[LiveJob]] = {}
+    for job in jobs:
+        if job.request is not None and (array := job.request.array_of):
+            found.setdefault(array, []).append(job)
+    return found
+
+
+def _matching(name: str, jobs: Sequence[LiveJob], arrays: Mapping[str, list[LiveJob]]) -> list[LiveJob]:
+    """By pattern, or all jobs of the array of this name."""
+    return [job for job in jobs if fnmatchcase(job.name, name)] if _is_pattern(name) else arrays.get(name, [])
 
 
 def _whose(jobs: Sequence[LiveJob]) -> str:

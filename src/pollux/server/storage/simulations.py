@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import secrets
 import threading
@@ -132,18 +133,18 @@ class Simulations:
             raise StoreError(f"{self._folder}: {error.strerror}; make it writable for this user") from error
         return Simulation(**_shown(kept))
 
-    def html(self, address: str) -> str | None:
-        """The page at an address (``<id>-<key>``); None: there is none there."""
+    def page(self, address: str) -> Path | None:
+        """The file of the page at an address (``<id>-<key>``); None: there is none there."""
         id_, key = address[:_ID_LENGTH], address[_ID_LENGTH + 1 :]
         # Asked without a token: nothing but this one description is read.
         kept = self._read(self._folder / f"{id_}.json") if _ID.fullmatch(id_) else None
         if kept is None or not secrets.compare_digest(key.encode("utf-8", "replace"), kept.key.encode()):
             return None
-        try:
-            return self._page(id_).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read: %s", self._page(id_), error)
+        page = self._page(id_)
+        if not os.access(page, os.R_OK):
+            logger.warning("%s cannot be read", page)
             return None
+        return page
 
     def _page(self, id_: str) -> Path:
         return self._folder / f"{id_}.html"

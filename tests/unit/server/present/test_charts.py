@@ -345,7 +345,7 @@ def test_an_address_of_no_report_reads_no_description(tmp_path, monkeypatch):
     read: list[str] = []
     monkeypatch.setattr(simulations, "_read", lambda path: read.append(path.stem))
     for address in ("x" * 50, "", f"20260101-000000-abcdef-{'x' * 32}", made.report_url.removeprefix("/reports/")):
-        assert simulations.html(address) is None
+        assert simulations.page(address) is None
     assert read == ["20260101-000000-abcdef", made.id]  # what has the form of an id, and that alone
     with pytest.raises(UnknownNameError, match=made.id):
         simulations.one("20260101-000000-abcdef")
