@@ -30,7 +30,7 @@ Stage = tuple[str, str]  # what happens, and the function where it ends: a file'
 STAGES: dict[str, tuple[Stage, ...]] = {
     "submission": (
         ("the command line sends it", "client/:Client._ask"),
-        ("the server keeps it", "store.py:SqlStore.add_requests"),
+        ("the server keeps it", "store.py:SqlStore.add_encoded"),
         ("the scheduler takes it in", "scheduler/:Scheduler.submit"),
         ("the engine starts it", "engines/:._start"),
     ),
