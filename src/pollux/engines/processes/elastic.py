@@ -482,9 +482,9 @@ class ElasticJob:
 
     def _restart(self, crashed: list[ElasticReplica]) -> None:
         first = next((crash.process for crash in self._crashes.recent if crash.process in crashed), crashed[0])
-        # Any of them: the first that was seen to end may have ended because of another that said so.
-        for one in (found for found in crashed if lacks_checkpoint(self._starter.stderr_tail(self._stderr_of(found)))):
-            self._fail(f"{one.member.replica_id} {one.how}", one)
+        lacking = [one for one in crashed if lacks_checkpoint(self._starter.stderr_tail(self._stderr_of(one)))]
+        if lacking:  # any of them: the one that was seen to end first may have lost its peer by that
+            self._fail(f"{lacking[0].member.replica_id} {lacking[0].how}", lacking[0])
             return
         if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
             self._num_restarts = 0
