@@ -69,10 +69,10 @@ def engine(line: Line) -> Iterator[SupervisedEngine]:
     made.close(stops_jobs=False)
 
 
-def test_the_end_of_a_job_that_the_server_did_not_know_is_not_that_of_its_namesake(
-    engine: SupervisedEngine, line: Line
-) -> None:
-    row = {"job": "a", "generation": 2, "allocation": [["n0", 2]], "runs": 2, "is_stopping": False, "end": None}
+def start_beside_namesake(engine: SupervisedEngine, line: Line, generation: int = 1, is_stopping: bool = False) -> None:
+    """Start a job "a" while the supervisor still has another of this name, which the server does not know."""
+    known = {"generation": generation, "allocation": [["n0", generation]], "runs": generation}
+    row = {"job": "a", **known, "is_stopping": is_stopping, "end": None}
     answer = threading.Thread(target=lambda: line.heard("hello") and line.supervisor.send({**STATE, "jobs": [row]}))
     answer.start()
     engine.adopt([])
@@ -80,6 +80,12 @@ def test_the_end_of_a_job_that_the_server_did_not_know_is_not_that_of_its_namesa
     assert line.heard("stop")["reason"] == "the server does not know it"
     engine.apply([StartJob(job="a", spec=JobSpec(name="a"), allocation=Allocation.of(("n0", 1)), generation=1)])
     line.heard("start")
+
+
+def test_the_end_of_a_job_that_the_server_did_not_know_is_not_that_of_its_namesake(
+    engine: SupervisedEngine, line: Line
+) -> None:
+    start_beside_namesake(engine, line, generation=2)
     line.supervisor.send({"event": "stopped", "job": "a", "generation": 2})  # was under way when the start was sent
     line.supervisor.send({"event": "runs", "job": "a", "generation": 1})
     seen: list[Event] = []
@@ -88,14 +94,7 @@ def test_the_end_of_a_job_that_the_server_did_not_know_is_not_that_of_its_namesa
 
 
 def test_a_late_stop_of_a_namesake_takes_no_end_of_the_new_job_away(engine: SupervisedEngine, line: Line) -> None:
-    row = {"job": "a", "generation": 1, "allocation": [["n0", 1]], "runs": 1, "is_stopping": False, "end": None}
-    answer = threading.Thread(target=lambda: line.heard("hello") and line.supervisor.send({**STATE, "jobs": [row]}))
-    answer.start()
-    engine.adopt([])
-    answer.join(30.0)
-    line.heard("stop")
-    engine.apply([StartJob(job="a", spec=JobSpec(name="a"), allocation=Allocation.of(("n0", 1)), generation=1)])
-    line.heard("start")
+    start_beside_namesake(engine, line)
     line.supervisor.send({"event": "stopped", "job": "a", "generation": 1})
     line.supervisor.send({"event": "runs", "job": "a", "generation": 1})
     eventually(lambda: JobRuns(job="a", generation=1) in engine.poll(), "the engine tells of it", 30.0)
@@ -110,14 +109,7 @@ def test_a_namesake_that_is_told_to_have_stopped_twice_does_not_hide_the_end(
     engine: SupervisedEngine, line: Line
 ) -> None:
     """It was asked to stop by a server that ended, and by this one."""
-    row = {"job": "a", "generation": 1, "allocation": [["n0", 1]], "runs": 1, "is_stopping": True, "end": None}
-    answer = threading.Thread(target=lambda: line.heard("hello") and line.supervisor.send({**STATE, "jobs": [row]}))
-    answer.start()
-    engine.adopt([])
-    answer.join(30.0)
-    line.heard("stop")
-    engine.apply([StartJob(job="a", spec=JobSpec(name="a"), allocation=Allocation.of(("n0", 1)), generation=1)])
-    line.heard("start")
+    start_beside_namesake(engine, line, is_stopping=True)
     for _ in range(2):
         line.supervisor.send({"event": "stopped", "job": "a", "generation": 1})
     known = {"state": "succeeded", "at": 1.0, "reason": "", "exit_code": 0, "node": "n0", "cause": ""}
